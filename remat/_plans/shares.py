@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from remat._plans.plan import Plan
 from remat.planners import Share, share
+from remat.policies._sizes import show_size
 
 #: A budget, in bytes, into which everything fits.
 ANY_BYTES = 2**62
-_TRIED = 16  # a heuristic: how many budgets are tried for a peak
+_TRIED = 16  # a heuristic: how many budgets are tried for a peak,
+_HALVED = 4  # and how often the step between two of them is halved
 
 
 @final
@@ -79,10 +82,74 @@ class Shares:
                 plans[place] = self._plan_of_kind(kind, self._frontiers[kind][k][0])
         return plans
 
-    def descending(self, most: int | None) -> Iterator[tuple[int, list[Plan]]]:
-        """Budgets in even steps from `most` down to the least, each with its plans."""
+    def within(
+        self, most: int | None, limit: int, peak_of: Callable[[Sequence[Plan]], int]
+    ) -> Search:
+        """Looks for the largest budget of at most `most` bytes whose peak is within a limit.
+
+        The peak does not always grow with what is saved, as recomputation takes room, too: so
+        budgets are tried from the largest down, in even steps, and then between two of them.
+        """
         fixed = sum(each.problem.fixed_bytes for each in self.whole)
         high = self.most_bytes if most is None else min(most, self.most_bytes)
         steps = (fixed + (high - fixed) * k // _TRIED for k in range(_TRIED, -1, -1))
-        for total in dict.fromkeys(steps):
-            yield total, self.split(total)
+        totals = iter(dict.fromkeys(steps))
+        cheaper: Tried | None = None
+        least = found = self._tried(next(totals), peak_of)
+        while found.peak_bytes > limit:
+            cheaper, total = found, next(totals, None)
+            if total is None:
+                return Search(None, least, None, False)
+            found = self._tried(total, peak_of)
+            least = min(least, found, key=lambda each: each.peak_bytes)
+        for _ in range(_HALVED):
+            if cheaper is not None:
+                total = (cheaper.budget_bytes + found.budget_bytes) // 2
+                each = self._tried(total, peak_of)
+                fits = each.peak_bytes <= limit
+                cheaper, found = (cheaper, each) if fits else (each, found)
+        less = next(totals, None)
+        dearer = None if less is None else self._tried(less, peak_of)
+        return Search(cheaper, found, dearer, True)
+
+    def _tried(self, total: int, peak_of: Callable[[Sequence[Plan]], int]) -> Tried:
+        plans = tuple(self.split(total))
+        return Tried(total, plans, peak_of(plans))
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tried:
+    """The plans of calls within a budget for all of them, and the peak that they come to."""
+
+    budget_bytes: int
+    plans: tuple[Plan, ...]
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        flops = sum(each.recompute_flops for each in self.plans)
+        return f"peak {show_size(self.peak_bytes)}, recomputes {flops:.3g} FLOPs"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Search:
+    """What a search for a peak found.
+
+    Attributes:
+        cheaper: the nearest that was tried which recomputes less, and has a higher peak.
+        found: what fits; if nothing does, the lowest peak that was tried.
+        dearer: the nearest that was tried which recomputes more.
+        fits: whether `found` is within the limit.
+    """
+
+    cheaper: Tried | None
+    found: Tried
+    dearer: Tried | None
+    fits: bool
+
+    @property
+    def neighbors(self) -> str:
+        """A line for each of the points beside what was found."""
+        beside = {"cheaper": self.cheaper, "dearer": self.dearer}
+        return "\n".join(f"{name}: {each}" for name, each in beside.items() if each)

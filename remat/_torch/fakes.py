@@ -7,7 +7,7 @@ of its own.
 # pyright: reportPrivateUsage=false
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -204,6 +204,27 @@ def call_on_fakes(
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         state, args, kwargs = map_tensors(mode.from_tensor, (own, args, kwargs))
         torch.func.functional_call(module, state, args, kwargs)
+
+
+@contextlib.contextmanager
+def faked(tree: Any) -> Generator[Any]:
+    """A tree with fake leaves for its tensors, in a mode that makes more; fakes stay theirs."""
+    given = [each for each in tensor_leaves(tree) if isinstance(each, FakeTensor)]
+    known = given[0].fake_mode if given else FakeTensorMode(allow_non_fake_inputs=True)
+    with known as mode:
+        made: dict[int, Tensor] = {}
+
+        def leaf(tensor: Tensor) -> Tensor:
+            if id(tensor) not in made:
+                like = (
+                    tensor
+                    if isinstance(tensor, FakeTensor)
+                    else mode.from_tensor(tensor)
+                )
+                made[id(tensor)] = like.detach().requires_grad_(tensor.requires_grad)
+            return made[id(tensor)]
+
+        yield map_tensors(leaf, tree)
 
 
 def zeros_like_results(

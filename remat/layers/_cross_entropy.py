@@ -11,7 +11,7 @@ from torch import Tensor
 from remat._api import remat
 from remat._errors import refusal
 from remat._switches.blocks import is_inert
-from remat._torch import autocast, autograd, guards, levels
+from remat._torch import autocast, autograd, fakes, guards, levels
 from remat._torch.forward_ad import dual_level_is_active
 from remat._tracing.thread import is_running
 from remat.layers._tiled import tiled
@@ -142,7 +142,9 @@ def _is_first_order(tensors: Sequence[Tensor]) -> bool:
     wants = any(each.requires_grad for each in tensors)
     # The gradients of a mean are too small for float16, before a loss scale is known.
     is_small = any(each.dtype is torch.float16 for each in tensors)
-    return wants and not is_mapped and not is_small and guards.are_plain(tensors)
+    # Tensors without data are as plain: a step's peak is counted on them.
+    rest = [each for each in tensors if not fakes.is_fake(each)]
+    return wants and not is_mapped and not is_small and guards.are_plain(rest)
 
 
 @final

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from remat._api import remat
 from remat._errors import BudgetError, refusal
-from remat._generators import device_states
 from remat._graph.meta import TensorMeta
 from remat._partition.budgets import peak_limit
-from remat._plans.plan import Plan, plan as plan_of
+from remat._plans.plan import Plan
+from remat._plans.recording import Recording
 from remat._plans.shares import Shares
-from remat._torch import fakes, trees
-from remat.modules._apply import Where, apply, matching, remove
-from remat.policies import AbstractPolicy, Budget
+from remat._plans.timeline import Timeline, over_the_limit, timeline
+from remat._torch import trees
+from remat.modules._apply import Where, apply, remove
+from remat.modules._blocks import BlockCall, blocks_of, called
+from remat.modules._step import Step
+from remat.policies import Budget
 from remat.policies._budget import Peak, Size, as_budget
-from remat.policies._planned import planning_again
 from remat.policies._sizes import show_size
 
 
@@ -55,10 +54,15 @@ class ModulePlan:
     Attributes:
         rows: the blocks, in the model's order.
         budget_bytes: the most that all blocks may hold together.
+        timeline: what lives in the whole step, where `step` was given.
+        beside: the points beside this one, which recompute less and more, where there was
+            a limit of the peak.
     """
 
     rows: tuple[ModulePlanRow, ...]
     budget_bytes: int
+    timeline: Timeline | None = None
+    beside: str = ""
 
     @property
     def saved_bytes(self) -> int:
@@ -72,10 +76,13 @@ class ModulePlan:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """The most that blocks hold and make in a step, the gradients of parameters included.
+        """The most that lives at once in a step, all of it where `step` was given.
 
-        What is around the blocks (the logits, say) is not counted, nor are parameters.
+        Else what blocks hold and make, the gradients of parameters included: what is around
+        the blocks (the logits, say) is not counted, nor are parameters.
         """
+        if self.timeline is not None:
+            return self.timeline.peak.size_bytes
         held = peak = 0
         gradients = sum(row.gradient_bytes for row in self.rows)
         for row in self.rows:
@@ -102,7 +109,9 @@ class ModulePlan:
         held = f"{show_size(self.held_bytes)} with the inputs of blocks"
         peak = f"predicted peak {show_size(self.predicted_peak_bytes)}"
         total = f"all: {saved}, {self.recompute_flops:.3g} FLOPs"
-        return "\n".join([*lines, total, f"held: {held}, {peak}"])
+        lines += [total, f"held: {held}, {peak}"]
+        moments = [] if self.timeline is None else [str(self.timeline)]
+        return "\n".join([*lines, *moments, *filter(None, [self.beside])])
 
 
 def _saved_in_block(found: Plan) -> list[str]:
@@ -112,33 +121,13 @@ def _saved_in_block(found: Plan) -> list[str]:
     return [what if count == 1 else f"{count} x {what}" for what, count in counts]
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class _BlockCall:
-    """A block and the arguments of its call."""
-
-    name: str
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def plan(self, budget: int | float) -> Plan:
-        region = remat(self.module.forward, rng="preserve")
-        return plan_of(region, budget=budget)(*self.args, **self.kwargs)
-
-    def policy(self, found: Plan) -> AbstractPolicy:
-        """Its plan as a policy that plans again for other arguments."""
-        region = remat(self.module.forward, rng="preserve")
-        operands = region.entry_of(self.args, self.kwargs)[0].region.operands
-        return planning_again(found.policy, tuple(map(str, operands)))
-
-
 def plan(
     model: nn.Module,
     *,
     budget: Size | None = None,
     peak: Peak | None = None,
     where: Where | None = None,
+    step: Step | None = None,
 ) -> Callable[..., ModulePlan]:
     """Makes the blocks of a model recompute within one budget for the model, in place.
 
@@ -160,6 +149,10 @@ def plan(
         peak: the most that the blocks may hold and make at once in a step, with their inputs
             and the gradients of their parameters: `predicted_peak_bytes`. As
             `policies.budget` takes it.
+        step: the rest of the training step. `peak` then bounds all that lives in it:
+            parameters, their gradients, the optimizer's state and step, buffers, the
+            arguments, blocks, and what runs around them, the loss above all. It is counted
+            on tensors without data, by torch's own autograd.
         where: the blocks, as `apply` takes them; they must not nest. None means the
             children of the `nn.ModuleList` or `nn.Sequential` with the most parameters.
 
@@ -172,7 +165,8 @@ def plan(
             exactly once each, or `budget` is not a size.
         PolicyError: `budget` or `peak` is not a size, or there is neither.
         BudgetError: the blocks hold more even if they save nothing, or the peak is lower than
-            any that was found.
+            any that was found; of a step, the message says which single change would help most.
+        TraceError: the step needs numbers around its blocks.
 
     Example:
         >>> import torch
@@ -193,10 +187,11 @@ def plan(
     bound = as_budget(budget, peak, "modules.plan(budget=...)")
 
     def planned(*args: Any, **kwargs: Any) -> ModulePlan:
-        for _, module in (named := _blocks(model, where)):
+        for _, module in (named := blocks_of(model, where)):
             remove(module)
-        calls = _called(model, named, args, kwargs)
-        chosen = _within(calls, bound)
+        calls = called(model, named, args, kwargs)
+        recording = step and step.recorded(model, calls, args, kwargs)
+        chosen = _within(calls, bound, recording)
         policies = [
             call.policy(row.plan) for call, row in zip(calls, chosen.rows, strict=True)
         ]
@@ -207,41 +202,49 @@ def plan(
     return planned
 
 
-def _within(blocks: Sequence[_BlockCall], bound: Budget) -> ModulePlan:
+def _within(
+    blocks: Sequence[BlockCall], bound: Budget, recording: Recording | None
+) -> ModulePlan:
     """Gives each block its share of the largest budget that is within the bounds."""
     shares = Shares([each.plan for each in blocks], "modules.plan(budget=...)")
+
+    def planned(plans: Sequence[Plan], total: int = 0, beside: str = "") -> ModulePlan:
+        rows = tuple(_row_of(blocks, place, found) for place, found in enumerate(plans))
+        names = [each.name for each in rows]
+        moments = None if recording is None else timeline(recording, names, plans)
+        return ModulePlan(rows, total, moments, beside)
+
     most = bound.size
     size = int(most * shares.most_bytes) if isinstance(most, float) else most
     if bound.peak is None:
         assert size is not None, "a budget without a peak has a size"
-        return _applied_to(blocks, shares.split(size), size)
+        return planned(shares.split(size), size)
     tensors = trees.tensor_leaves([(each.args, each.kwargs) for each in blocks])
     device = tensors[0].device if tensors else torch.device("cpu")
-    limit, _ = peak_limit(bound.peak, device)
-    peaks: list[int] = []
-    for total, plans in shares.descending(size):
-        found = _applied_to(blocks, plans, total)
-        if found.predicted_peak_bytes <= limit:
-            return found
-        peaks.append(found.predicted_peak_bytes)
+    limit, free = peak_limit(bound.peak, device)
+    if free is not None and recording is not None:
+        limit += recording.parameters + recording.others  # they are there already
+    search = shares.within(
+        size, limit, lambda plans: planned(plans).predicted_peak_bytes
+    )
+    found = search.found
+    chosen = planned(found.plans, found.budget_bytes, search.neighbors)
+    if search.fits:
+        return chosen
+    if chosen.timeline is not None:
+        raise over_the_limit("modules.plan(peak=..., step=...)", limit, chosen.timeline)
+    least = chosen.predicted_peak_bytes
     raise refusal(
         BudgetError,
         where="modules.plan(peak=...)",
         what=f"no plan that was tried stays within {limit} bytes at its peak.",
-        why=f"The lowest predicted peak of the blocks is {min(peaks)} bytes: their inputs, "
+        why=f"The lowest predicted peak of the blocks is {least} bytes: their inputs, "
         "what one of them recomputes, and gradients need room, too.",
-        do=f"Pass peak={min(peaks)}, or name smaller blocks by `where`.",
+        do=f"Pass peak={least}, or name smaller blocks by `where`.",
     )
 
 
-def _applied_to(
-    blocks: Sequence[_BlockCall], plans: Sequence[Plan], total: int
-) -> ModulePlan:
-    rows = tuple(_row_of(blocks, place, found) for place, found in enumerate(plans))
-    return ModulePlan(rows, total)
-
-
-def _row_of(blocks: Sequence[_BlockCall], place: int, found: Plan) -> ModulePlanRow:
+def _row_of(blocks: Sequence[BlockCall], place: int, found: Plan) -> ModulePlanRow:
     block = blocks[place]
     parameters = [each for each in block.module.parameters() if each.requires_grad]
     known = set(map(id, parameters))
@@ -255,100 +258,3 @@ def _row_of(blocks: Sequence[_BlockCall], place: int, found: Plan) -> ModulePlan
         sum(TensorMeta.of(each).once.size_bytes for each in new.values()),
         sum(TensorMeta.of(each).size_bytes for each in parameters),
     )
-
-
-@contextlib.contextmanager
-def _called_instead(module: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
-    own = module.__dict__
-    before = {key: own[key] for key in ("forward",) if key in own}
-    own["forward"] = forward
-    try:
-        yield
-    finally:
-        del own["forward"]
-        own.update(before)
-
-
-def _blocks(model: nn.Module, where: Where | None) -> list[tuple[str, nn.Module]]:
-    found = _largest_stack(model) if where is None else matching(model, where)
-    names = [name for name, _ in found]
-    nested = [
-        (outer, inner)
-        for outer in names
-        for inner in names
-        if inner != outer and (not outer or inner.startswith(f"{outer}."))
-    ]
-    if found and not nested:
-        return found
-    outer, inner = nested[0] if nested else ("", "")
-    what = f"`{inner}` is a part of `{outer}`." if nested else "found no blocks."
-    raise refusal(
-        ValueError,
-        where=f"modules.plan(where={where!r})",
-        what=what,
-        why="A budget is split among blocks that do not contain each other.",
-        do='Name the blocks, as in where="layers.*".',
-    )
-
-
-def _largest_stack(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    stacks = [
-        each
-        for each in matching(model, (nn.ModuleList, nn.Sequential))
-        if len(list(each[1].children())) > 1
-    ]
-    if not stacks:
-        return []
-    name, stack = max(
-        stacks, key=lambda each: sum(p.numel() for p in each[1].parameters())
-    )
-    prefix = f"{name}." if name else ""
-    return [(f"{prefix}{key}", child) for key, child in stack.named_children()]
-
-
-def _called(
-    model: nn.Module,
-    named: Sequence[tuple[str, nn.Module]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> list[_BlockCall]:
-    """The blocks with their arguments in one call of the model.
-
-    What is around the blocks runs, so that it decides as at run time (whether a mask is
-    passed, say); in the place of a block stands what gives zeros. A model without data runs
-    on fake tensors.
-    """
-    calls: dict[str, list[_BlockCall]] = {name: [] for name, _ in named}
-    given = trees.tensor_leaves((args, kwargs))
-    tensors = [*model.parameters(), *model.buffers(), *given]
-    has_data = not any(each.is_meta or fakes.is_fake(each) for each in tensors)
-
-    def stand_in(
-        name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        calls[name].append(_BlockCall(name, module, args, kwargs))
-        if has_data:
-            return fakes.zeros_like_results(forward, args, kwargs)
-        return forward(*args, **kwargs)
-
-    with contextlib.ExitStack() as stack:
-        for name, module in named:
-            instead = functools.partial(stand_in, name, module, module.forward)
-            stack.enter_context(_called_instead(module, instead))
-        if has_data:
-            devices = {each.device for each in tensors}
-            stack.enter_context(device_states.put_back(devices))
-            copies = {name: each.clone() for name, each in model.named_buffers()}
-            torch.func.functional_call(model, copies, args, kwargs)
-        else:
-            fakes.call_on_fakes(model, args, kwargs)
-    for name, found in calls.items():
-        if len(found) != 1:
-            raise refusal(
-                ValueError,
-                where=f"modules.plan: the block `{name}`",
-                what=f"was called {len(found)} times in one call of the model.",
-                why="A block's share of the budget is for one call.",
-                do="Name blocks that are called once, or use modules.apply.",
-            )
-    return [each for found in calls.values() for each in found]

@@ -1,0 +1,363 @@
+"""A training step on tensors without data: what lives in it, with stand-ins for its regions.
+
+The step runs once, forward and backward, on fake tensors under torch's own autograd, while each
+byte of their storages is counted. A region in it computes nothing: it holds its inputs and gives
+outputs and gradients of the right sizes. So what is around regions (embeddings, the loss, the
+optimizer) is counted as it is, and what regions hold and make is added later, for any plans.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from remat._errors import TraceError, refusal
+from remat._torch import fakes, isolation, levels, modes, trees
+from remat.policies._sizes import parse_size
+
+_Key = weakref.ref[torch.UntypedStorage]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of a step: a region's forward or backward, or what runs between two of these.
+
+    Attributes:
+        half: "forward" or "backward" of a region; "" around regions.
+        region: which region; around regions the last one that ran, -1 before the first.
+        before: the bytes that live when it begins, without what regions save.
+        peak: the most that live in it, likewise; of a region's half as many as `before`.
+        gradients: of `before`, those of the gradients of parameters.
+        waiting: the regions whose forward ran, and whose backward did not.
+        returned: of these, those of which an output lives throughout.
+    """
+
+    half: str
+    region: int
+    before: int
+    peak: int
+    gradients: int
+    waiting: frozenset[int]
+    returned: frozenset[int]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recording:
+    """What a step was seen to do, on one device.
+
+    Attributes:
+        stretches: its parts, in order.
+        parameters: bytes of the parameters.
+        others: bytes of buffers and of what the step was given.
+        state: bytes that the optimizer keeps from step to step.
+        update: the bytes of gradients and of the rest that live when the optimizer begins,
+            and the most that it makes beside its state.
+    """
+
+    stretches: tuple[Stretch, ...]
+    parameters: int
+    others: int
+    state: int
+    update: tuple[int, int, int]
+
+
+@final
+class _LiveBytes(modes.DispatchMode):
+    """Counts the bytes of the storages that operators make, of tensors without data, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.is_paused = False
+        self._sizes: dict[_Key, int] = {}
+
+    def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
+        for tensor in trees.tensor_leaves((args, kwargs)):
+            self._meet(tensor, is_new=False)
+        result = modes.run_in_mode(op, args, kwargs)
+        for tensor in trees.tensor_leaves(result):
+            self._meet(tensor, is_new=not self.is_paused)
+        return result
+
+    def _meet(self, tensor: Tensor, *, is_new: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = weakref.ref(storage, self._forget)
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes() if is_new else 0
+            self.now += self._sizes[key]
+            self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: _Key) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+@final
+class Recorder:
+    """Counts while a step runs; `call` stands in for a region."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.stretches: list[Stretch] = []
+        self.live = _LiveBytes()
+        self._parameters = parameters
+        self._last = -1
+        self._before = self._gradients = 0
+        self._waiting: set[int] = set()
+        self._outputs: dict[int, list[_Key]] = {}
+
+    @property
+    def gradients(self) -> int:
+        """The bytes of the gradients that the parameters have."""
+        return _bytes_of(p.grad for p in self._parameters if p.grad is not None)
+
+    def end(self, half: str = "", region: int | None = None) -> None:
+        """Ends what runs around regions; what follows is a region's half, or the end."""
+        returned = [
+            each
+            for each in self._waiting
+            if any(key() is not None for key in self._outputs[each])
+        ]
+        around = Stretch(
+            "",
+            self._last,
+            self._before,
+            self.live.peak,
+            self._gradients,
+            frozenset(self._waiting),
+            frozenset(returned),
+        )
+        self.stretches.append(around)
+        if region is not None:
+            now, self._last = self.live.now, region
+            self.stretches.append(
+                dataclasses.replace(
+                    around,
+                    half=half,
+                    region=region,
+                    before=now,
+                    peak=now,
+                    gradients=self.gradients,
+                )
+            )
+
+    def begin(self) -> None:
+        """Begins what runs around regions."""
+        self._before = self.live.peak = self.live.now
+        self._gradients = self.gradients
+
+    def call(
+        self,
+        region: int,
+        function: Callable[..., Any],
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        captured: Iterable[Tensor],
+    ) -> Any:
+        """What a region gives, and what its gradients are, without computing either."""
+        operands = [*trees.tensor_leaves(call), *captured]
+        if not torch.is_grad_enabled() or not any(p.requires_grad for p in operands):
+            return function(*call[0], **call[1])
+        if levels.current_interpreter() is not None:
+            raise _under_a_transform()
+        self.end("forward", region)
+        with self._paused(), torch.no_grad():
+            leaves, spec = trees.flatten(function(*call[0], **call[1]))
+        places = [k for k, each in enumerate(leaves) if isinstance(each, Tensor)]
+        stand_in: Callable[..., tuple[Tensor, ...]] = _StandIn.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        made = stand_in(self, region, [leaves[k] for k in places], *operands)
+        for place, output in zip(places, made, strict=True):
+            leaves[place] = output
+        self._waiting.add(region)
+        self._outputs[region] = [weakref.ref(each.untyped_storage()) for each in made]
+        self.begin()
+        return trees.unflatten(leaves, spec)
+
+    def leave(self, region: int) -> None:
+        """Notes that the backward of a region has run."""
+        self._waiting.discard(region)
+        self.begin()
+
+    @contextlib.contextmanager
+    def _paused(self) -> Generator[None]:
+        self.live.is_paused = True
+        try:
+            yield
+        finally:
+            self.live.is_paused = False
+
+
+class _StandIn(torch.autograd.Function):
+    """Holds what a region holds in any case, and gives what has the sizes of what it gives."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        ctx.recorder, ctx.region, like, *operands = args
+        ctx.save_for_backward(*operands)
+        outputs = tuple(map(_empty_like, like))
+        fixed = [each for each in outputs if not _has_gradient(each)]
+        ctx.mark_non_differentiable(*fixed)
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        recorder: Recorder = ctx.recorder
+        recorder.end("backward", ctx.region)
+        wanted = ctx.needs_input_grad[3:]
+        found = [
+            _empty_like(each) if is_wanted else None
+            for each, is_wanted in zip(ctx.saved_tensors, wanted, strict=True)
+        ]
+        recorder.leave(ctx.region)
+        return (None, None, None, *found)
+
+
+def _empty_like(like: Tensor) -> Tensor:
+    return torch.empty_strided(
+        like.shape, like.stride(), dtype=like.dtype, device=like.device
+    )
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    storages = {id(s): s.nbytes() for s in (each.untyped_storage() for each in tensors)}
+    return sum(storages.values())
+
+
+Optimizer = Any
+"""An optimizer, a function from parameters to one, or what its state takes."""
+
+_Optimizer = Callable[[Sequence[Tensor]], Any] | int | float
+
+
+def record(
+    run: Callable[[Recorder], Tensor],
+    leaves: Sequence[Tensor],
+    parameters: Iterable[Tensor],
+    others: Any,
+    optimizer: _Optimizer,
+    where: str,
+) -> Recording:
+    """Runs a step on fake tensors, and its optimizer after it.
+
+    Args:
+        run: the forward, which returns the loss and calls `Recorder.call` for regions.
+        leaves: what is differentiated, of the parameters.
+        parameters: all of them.
+        others: a pytree of what else lives all the time.
+        optimizer: as `optimizer_on` gives it.
+        where: what messages call the step.
+
+    Raises:
+        TraceError: the step needs numbers.
+    """
+    recorder = Recorder(leaves)
+    try:
+        with recorder.live:
+            recorder.begin()
+            # Of these alone: a tensor of the user's that the loss captures stays as it is.
+            torch.autograd.backward(run(recorder), inputs=leaves)  # pyright: ignore[reportUnknownMemberType]
+            recorder.end()
+            gradients = recorder.gradients
+            rest = recorder.live.now - gradients
+            state, working = _optimizer_bytes(optimizer, leaves, recorder.live)
+    except RuntimeError as error:
+        if not fakes.needs_values(error):
+            raise
+        raise _needs_numbers(where) from error
+    return Recording(
+        tuple(recorder.stretches),
+        _bytes_of(parameters),
+        _bytes_of(trees.tensor_leaves(others)),
+        state,
+        (gradients, rest, working),
+    )
+
+
+def optimizer_on(
+    optimizer: Optimizer, fakes_of: Mapping[int, Tensor], where: str
+) -> _Optimizer:
+    """A function from fake parameters to an optimizer of them, or what its state takes.
+
+    Args:
+        optimizer: what a user gave.
+        fakes_of: by the identity of each parameter what stands for it.
+        where: what messages call it.
+    """
+    if hasattr(optimizer, "param_groups"):
+        return lambda _: _on_fakes(optimizer, fakes_of)
+    if callable(optimizer):
+        return optimizer
+    if isinstance(optimizer, float) and optimizer >= 0:
+        return optimizer
+    return parse_size(optimizer, where)
+
+
+def _on_fakes(optimizer: Any, fakes_of: Mapping[int, Tensor]) -> Any:
+    """A copy of an optimizer without a state, of the parameters that it has fakes of."""
+    found = copy.copy(optimizer)
+    found.state = collections.defaultdict(dict)
+    found.param_groups = [
+        {
+            **group,
+            "params": [fakes_of[id(p)] for p in group["params"] if id(p) in fakes_of],
+        }
+        for group in optimizer.param_groups
+    ]
+    return found
+
+
+def _optimizer_bytes(
+    optimizer: _Optimizer, parameters: Sequence[Tensor], live: _LiveBytes
+) -> tuple[int, int]:
+    """The bytes of an optimizer's state, and the most that its step makes beside it."""
+    if isinstance(optimizer, float):
+        return int(optimizer * _bytes_of(parameters)), 0
+    if not callable(optimizer):
+        return optimizer, 0
+    made = optimizer(parameters)
+    before = live.peak = live.now
+    made.step()
+    state = live.now - before
+    first, again = live.peak - live.now, live.now
+    live.peak = live.now
+    made.step()
+    return state, max(first, live.peak - again)
+
+
+@contextlib.contextmanager
+def without_data(tree: Any) -> Generator[Any]:
+    """A tree with fake tensors in place of its own, inside a mode that makes more of them."""
+    with isolation.isolated(), fakes.faked(tree) as faked:
+        yield faked
+
+
+def _needs_numbers(where: str) -> TraceError:
+    return refusal(
+        TraceError,
+        where=where,
+        what="needs the numbers of a tensor around its regions.",
+        why="A step is planned on tensors without data.",
+        do="Compute what decides by numbers before the step, or plan without the step.",
+    )
+
+
+def _under_a_transform() -> TraceError:
+    return refusal(
+        TraceError,
+        where="a region of a step that is planned",
+        what="is called under a transform of torch.func.",
+        why="A step is planned as its loss, which autograd differentiates.",
+        do="Pass the function that gives the loss, without torch.func.grad around it.",
+    )

@@ -1,0 +1,189 @@
+"""The peak of a training step under plans for its regions, part by part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import final
+
+from remat._errors import BudgetError, refusal
+from remat._partition.peak import Peaks
+from remat._plans.plan import Plan
+from remat._plans.recording import Recording, Stretch
+from remat.policies._sizes import show_size
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moment:
+    """What lives at one moment of a step, in bytes.
+
+    Attributes:
+        phase: "forward", "loss" (what runs after the last region's forward and before the
+            first backward of one), "backward" or "optimizer".
+        where: which region runs, or what runs around regions.
+        parameters: the parameters.
+        state: what the optimizer keeps from step to step.
+        others: buffers, and what the step was given.
+        gradients: the gradients of parameters that are there already.
+        held: what waits: inputs of regions, what these save, what is held around them.
+        working: what this part of the step makes beside these.
+    """
+
+    phase: str
+    where: str
+    parameters: int
+    state: int
+    others: int
+    gradients: int
+    held: int
+    working: int
+
+    @property
+    def size_bytes(self) -> int:
+        """All of it."""
+        return sum(size for _, size in self.parts)
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """What lives, by name."""
+        return (
+            ("parameters", self.parameters),
+            ("optimizer state", self.state),
+            ("buffers and batch", self.others),
+            ("gradients", self.gradients),
+            ("held", self.held),
+            ("working set", self.working),
+        )
+
+    def __str__(self) -> str:
+        """The parts, largest first."""
+        parts = sorted(self.parts, key=lambda each: -each[1])
+        shown = [f"{name} {show_size(size)}" for name, size in parts if size]
+        return f"{self.phase} ({self.where}): {show_size(self.size_bytes)} = " + (
+            " + ".join(shown)
+        )
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timeline:
+    """The moments of a step, in order, of which one is its peak."""
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        """The moment at which most lives."""
+        return max(self.moments, key=lambda each: each.size_bytes)
+
+    def __str__(self) -> str:
+        """The highest moment of each phase, with its parts."""
+        highest: dict[str, Moment] = {}
+        for each in self.moments:
+            known = highest.get(each.phase)
+            if known is None or each.size_bytes > known.size_bytes:
+                highest[each.phase] = each
+        return "\n".join(map(str, highest.values()))
+
+    def advice(self) -> str:
+        """Which single change would lower the peak most, and by how much."""
+        left = {
+            what: max(each.size_bytes - _part(each, part) for each in self.moments)
+            for what, part in _CHANGES.items()
+        }
+        best = min(left, key=lambda each: left[each])
+        spared = self.peak.size_bytes - left[best]
+        return f"{best} (without it the peak is {show_size(spared)} lower)"
+
+
+#: What a user can change, and the part of which phases it lowers; "" stands for all phases.
+_CHANGES: dict[str, tuple[str, str]] = {
+    "a smaller optimizer state (another optimizer, lower precision, or sharded)": (
+        *("state", ""),
+    ),
+    "tiles for the loss (layers.tiled_cross_entropy)": ("working", "loss"),
+    "tiles or smaller regions, which make less at once (layers.tiled)": (
+        *("working", "forward backward"),
+    ),
+    "fewer held inputs (regions of several layers, saved_inputs=storage.Offload())": (
+        *("held", ""),
+    ),
+    "gradients that are smaller or sharded": ("gradients", ""),
+    "parameters that are smaller or sharded": ("parameters", ""),
+}
+
+
+def _part(moment: Moment, change: tuple[str, str]) -> int:
+    part, phases = change
+    is_there = not phases or moment.phase in phases.split()
+    return int(getattr(moment, part)) if is_there else 0
+
+
+def timeline(
+    recording: Recording, names: Sequence[str], plans: Sequence[Plan]
+) -> Timeline:
+    """The moments of a recorded step whose regions have these names and plans."""
+    peaks = [each.peaks for each in plans]
+    saved = [each.saved_bytes for each in plans]
+    constant = recording.parameters, recording.state, recording.others
+    moments = [
+        Moment(phase, _where(each, phase, names), *constant, *_live(each, peaks, saved))
+        for each, phase in zip(
+            recording.stretches, _phases(recording.stretches), strict=True
+        )
+    ]
+    return Timeline(
+        (*moments, Moment("optimizer", "step", *constant, *recording.update))
+    )
+
+
+def _live(
+    stretch: Stretch, peaks: Sequence[Peaks], saved: Sequence[int]
+) -> tuple[int, int, int]:
+    """The bytes of gradients, of what waits, and of what is made beside them."""
+    others = set(stretch.waiting)
+    working = stretch.peak - stretch.before
+    if stretch.half == "forward":
+        working = peaks[stretch.region].forward
+    elif stretch.half == "backward":
+        others -= {stretch.region}
+        working = peaks[stretch.region].backward - saved[stretch.region]
+    held = stretch.before - stretch.gradients + sum(saved[k] for k in stretch.waiting)
+    # What was returned and waits is one value: it is counted once.
+    held -= sum(peaks[k].shared for k in stretch.returned)
+    return stretch.gradients, held, working
+
+
+def _phases(stretches: Sequence[Stretch]) -> Iterator[str]:
+    halves = [each.half for each in stretches]
+    count = len(halves)
+    last = max((k for k in range(count) if halves[k] == "forward"), default=-1)
+    first = min((k for k in range(count) if halves[k] == "backward"), default=count)
+    for place in range(count):
+        if place >= first:
+            yield "backward"
+        else:
+            yield "loss" if place > last else "forward"
+
+
+def _where(stretch: Stretch, phase: str, names: Sequence[str]) -> str:
+    if stretch.half:
+        return names[stretch.region]
+    if stretch.region < 0:
+        return "before the first region"
+    half = "the backward of " if phase == "backward" else ""
+    return f"after {half}{names[stretch.region]}"
+
+
+def over_the_limit(where: str, limit: int, found: Timeline) -> BudgetError:
+    """The error of a step whose lowest peak is above a limit."""
+    least = found.peak.size_bytes
+    return refusal(
+        BudgetError,
+        where=where,
+        what=f"no plan that was tried keeps the step within {limit} bytes; the lowest peak is "
+        f"{show_size(least - limit)} above.",
+        why=f"Its peak is in the {found.peak}.",
+        do=f"Pass peak={least}. Most would help: {found.advice()}.",
+    )

@@ -1,0 +1,139 @@
+"""The blocks of a model: which they are, and how one call of the model calls them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from remat._api import remat
+from remat._errors import refusal
+from remat._generators import device_states
+from remat._plans.plan import Plan, plan as plan_of
+from remat._torch import fakes, trees
+from remat.modules._apply import Where, matching
+from remat.policies import AbstractPolicy
+from remat.policies._planned import planning_again
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class BlockCall:
+    """A block and the arguments of its call."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def plan(self, budget: int | float) -> Plan:
+        region = remat(self.module.forward, rng="preserve")
+        return plan_of(region, budget=budget)(*self.args, **self.kwargs)
+
+    def policy(self, found: Plan) -> AbstractPolicy:
+        """Its plan as a policy that plans again for other arguments."""
+        region = remat(self.module.forward, rng="preserve")
+        operands = region.entry_of(self.args, self.kwargs)[0].region.operands
+        return planning_again(found.policy, tuple(map(str, operands)))
+
+
+@contextlib.contextmanager
+def called_instead(module: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
+    own = module.__dict__
+    before = {key: own[key] for key in ("forward",) if key in own}
+    own["forward"] = forward
+    try:
+        yield
+    finally:
+        del own["forward"]
+        own.update(before)
+
+
+def blocks_of(model: nn.Module, where: Where | None) -> list[tuple[str, nn.Module]]:
+    found = _largest_stack(model) if where is None else matching(model, where)
+    names = [name for name, _ in found]
+    nested = [
+        (outer, inner)
+        for outer in names
+        for inner in names
+        if inner != outer and (not outer or inner.startswith(f"{outer}."))
+    ]
+    if found and not nested:
+        return found
+    outer, inner = nested[0] if nested else ("", "")
+    what = f"`{inner}` is a part of `{outer}`." if nested else "found no blocks."
+    raise refusal(
+        ValueError,
+        where=f"modules.plan(where={where!r})",
+        what=what,
+        why="A budget is split among blocks that do not contain each other.",
+        do='Name the blocks, as in where="layers.*".',
+    )
+
+
+def _largest_stack(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    stacks = [
+        each
+        for each in matching(model, (nn.ModuleList, nn.Sequential))
+        if len(list(each[1].children())) > 1
+    ]
+    if not stacks:
+        return []
+    name, stack = max(
+        stacks, key=lambda each: sum(p.numel() for p in each[1].parameters())
+    )
+    prefix = f"{name}." if name else ""
+    return [(f"{prefix}{key}", child) for key, child in stack.named_children()]
+
+
+def called(
+    model: nn.Module,
+    named: Sequence[tuple[str, nn.Module]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[BlockCall]:
+    """The blocks with their arguments in one call of the model.
+
+    What is around the blocks runs, so that it decides as at run time (whether a mask is
+    passed, say); in the place of a block stands what gives zeros. A model without data runs
+    on fake tensors.
+    """
+    calls: dict[str, list[BlockCall]] = {name: [] for name, _ in named}
+    given = trees.tensor_leaves((args, kwargs))
+    tensors = [*model.parameters(), *model.buffers(), *given]
+    has_data = not any(each.is_meta or fakes.is_fake(each) for each in tensors)
+
+    def stand_in(
+        name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        calls[name].append(BlockCall(name, module, args, kwargs))
+        if has_data:
+            return fakes.zeros_like_results(forward, args, kwargs)
+        return forward(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for name, module in named:
+            instead = functools.partial(stand_in, name, module, module.forward)
+            stack.enter_context(called_instead(module, instead))
+        if has_data:
+            devices = {each.device for each in tensors}
+            stack.enter_context(device_states.put_back(devices))
+            copies = {name: each.clone() for name, each in model.named_buffers()}
+            torch.func.functional_call(model, copies, args, kwargs)
+        else:
+            fakes.call_on_fakes(model, args, kwargs)
+    for name, found in calls.items():
+        if len(found) != 1:
+            raise refusal(
+                ValueError,
+                where=f"modules.plan: the block `{name}`",
+                what=f"was called {len(found)} times in one call of the model.",
+                why="A block's share of the budget is for one call.",
+                do="Name blocks that are called once, or use modules.apply.",
+            )
+    return [each for found in calls.values() for each in found]

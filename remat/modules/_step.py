@@ -1,0 +1,85 @@
+"""The training step around a model's blocks, for `modules.plan(step=...)`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from remat._plans.recording import (
+    Optimizer,
+    Recorder,
+    Recording,
+    optimizer_on,
+    record,
+    without_data,
+)
+from remat.modules._blocks import BlockCall, called_instead
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a training step does beside calling a model, for `modules.plan`.
+
+    Args:
+        loss: from what the model returns to the loss, a number.
+        optimizer: what its state takes and its step makes: an optimizer of the model's
+            parameters, or a function from parameters to one (`torch.optim.AdamW`), either of
+            which is run on tensors without data; or what the state takes, stated: a float
+            as a multiple of the bytes of the parameters (2.0 for Adam), or a size such as
+            `"3GiB"`, as an int in bytes.
+
+    Example:
+        >>> import torch
+        >>> from remat import modules
+        >>> step = modules.Step(torch.Tensor.sum, torch.optim.AdamW)
+    """
+
+    loss: Callable[[Any], Tensor]
+    optimizer: Optimizer = 0
+
+    def recorded(
+        self,
+        model: nn.Module,
+        blocks: Sequence[BlockCall],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Recording:
+        """What one step does, with stand-ins for the blocks."""
+        own = dict(model.named_parameters()), dict(model.named_buffers())
+        with without_data((*own, args, kwargs)) as faked:
+            parameters, buffers, args, kwargs = faked
+            fakes = {id(own[0][name]): each for name, each in parameters.items()}
+            leaves = [each for each in parameters.values() if each.requires_grad]
+
+            def run(recorder: Recorder) -> Tensor:
+                with contextlib.ExitStack() as stack:
+                    for place, block in enumerate(blocks):
+                        instead = _stand_in(recorder, place, block.module)
+                        stack.enter_context(called_instead(block.module, instead))
+                    state = {**parameters, **buffers}
+                    found = torch.func.functional_call(model, state, args, kwargs)
+                return self.loss(found)
+
+            return record(
+                run,
+                leaves,
+                parameters.values(),
+                (buffers, args, kwargs),
+                optimizer_on(self.optimizer, fakes, "modules.Step(optimizer=...)"),
+                "modules.plan(step=...)",
+            )
+
+
+def _stand_in(recorder: Recorder, place: int, module: nn.Module) -> Callable[..., Any]:
+    forward = module.forward
+
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        return recorder.call(place, forward, (args, kwargs), module.parameters())
+
+    return instead
