@@ -27,6 +27,7 @@ from remat._errors import (
     TileError,
     TraceError,
 )
+from remat._plans.fit import Fit, fit
 from remat._plans.plan import Plan, plan
 from remat._switches.blocks import disabled, first_order
 from remat._tracing.naming import checkpoint_name
@@ -47,6 +48,7 @@ __all__ = [
     "CapturedTensorError",
     "CarryError",
     "Checklist",
+    "Fit",
     "ImplicitRandomnessError",
     "KeyReuseError",
     "MutationError",
@@ -71,6 +73,7 @@ __all__ = [
     "checkpoint_name",
     "disabled",
     "first_order",
+    "fit",
     "interop",
     "modules",
     "named_values",

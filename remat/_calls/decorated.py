@@ -30,14 +30,14 @@ from remat._regions.protocol import Asked
 from remat._regions.retraceable import Roots
 from remat._rerun import flat_call
 from remat._rerun.dependence import require_nothing_hidden
-from remat._switches.blocks import is_inert
+from remat._switches.blocks import is_inert, stand_in
 from remat._switches.numerics import Numerics
 from remat._torch import dynamo, levels, tracer
 from remat._torch.modules import calling_module, copied
 from remat._tracing.refusals import LazyModuleError, advises_rerun
 from remat._tracing.thread import entered, has_open_sizes, is_lifting, is_running, lift
 from remat._user_lines import warn
-from remat.policies import nothing_saveable
+from remat.policies import AbstractPolicy, nothing_saveable
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -91,6 +91,9 @@ class DecoratedFunction(Generic[_P, _R]):
         """Makes a call that no route recognizes: looks up its signature, or traces it."""
         if is_inert():
             return self._fun(*args, **kwargs)
+        instead = stand_in()
+        if instead is not None:
+            return instead(self, args, kwargs)
         if self.settings.engine == "rerun":
             return flat_call.call(self._fun, args, kwargs, self._rng)
         self._known = self._cache
@@ -220,6 +223,13 @@ class DecoratedFunction(Generic[_P, _R]):
     def cache_clear(self) -> None:
         """Forgets the traces of this function's code, with these options."""
         self._cache.clear()
+
+    def decide_by(self, policy: AbstractPolicy) -> None:
+        """Gives it another policy, in place: later calls are traced for that one."""
+        self.settings = dataclasses.replace(self.settings, policy=policy)
+        self.__dict__.pop("_cache", None)
+        self._known = _NOTHING_KNOWN
+        self.kind = self._registered()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds a decorated method."""

@@ -165,8 +165,6 @@ class Recorder:
         operands = [*trees.tensor_leaves(call), *captured]
         if not torch.is_grad_enabled() or not any(p.requires_grad for p in operands):
             return function(*call[0], **call[1])
-        if levels.current_interpreter() is not None:
-            raise _under_a_transform()
         self.end("forward", region)
         with self._paused(), torch.no_grad():
             leaves, spec = trees.flatten(function(*call[0], **call[1]))
@@ -247,7 +245,6 @@ def record(
     parameters: Iterable[Tensor],
     others: Any,
     optimizer: _Optimizer,
-    where: str,
 ) -> Recording:
     """Runs a step on fake tensors, and its optimizer after it.
 
@@ -257,25 +254,16 @@ def record(
         parameters: all of them.
         others: a pytree of what else lives all the time.
         optimizer: as `optimizer_on` gives it.
-        where: what messages call the step.
-
-    Raises:
-        TraceError: the step needs numbers.
     """
     recorder = Recorder(leaves)
-    try:
-        with recorder.live:
-            recorder.begin()
-            # Of these alone: a tensor of the user's that the loss captures stays as it is.
-            torch.autograd.backward(run(recorder), inputs=leaves)  # pyright: ignore[reportUnknownMemberType]
-            recorder.end()
-            gradients = recorder.gradients
-            rest = recorder.live.now - gradients
-            state, working = _optimizer_bytes(optimizer, leaves, recorder.live)
-    except RuntimeError as error:
-        if not fakes.needs_values(error):
-            raise
-        raise _needs_numbers(where) from error
+    with recorder.live:
+        recorder.begin()
+        # Of these alone: a tensor of the user's that the loss captures stays as it is.
+        torch.autograd.backward(run(recorder), inputs=leaves)  # pyright: ignore[reportUnknownMemberType]
+        recorder.end()
+        gradients = recorder.gradients
+        rest = recorder.live.now - gradients
+        state, working = _optimizer_bytes(optimizer, leaves, recorder.live)
     return Recording(
         tuple(recorder.stretches),
         _bytes_of(parameters),
@@ -337,10 +325,35 @@ def _optimizer_bytes(
 
 
 @contextlib.contextmanager
-def without_data(tree: Any) -> Generator[Any]:
-    """A tree with fake tensors in place of its own, inside a mode that makes more of them."""
-    with isolation.isolated(), fakes.faked(tree) as faked:
-        yield faked
+def without_data(tree: Any, where: str) -> Generator[Any]:
+    """A tree with fake tensors in place of its own, inside a mode that makes more of them.
+
+    Raises:
+        TraceError: what runs inside needs numbers; `where` is what the message calls it.
+    """
+    try:
+        with isolation.isolated(), fakes.faked(tree) as faked:
+            yield faked
+    except RuntimeError as error:
+        if not fakes.needs_values(error):
+            raise
+        raise _needs_numbers(where) from error
+
+
+def require_no_transform() -> None:
+    """Refuses a region under a transform of torch.func, where no stand-in can stand.
+
+    Raises:
+        TraceError: one is active.
+    """
+    if levels.current_interpreter() is not None:
+        raise refusal(
+            TraceError,
+            where="a region of a step that is planned",
+            what="is called under a transform of torch.func.",
+            why="A step is planned as its loss, which autograd differentiates.",
+            do="Pass the function that gives the loss, without torch.func.grad around it.",
+        )
 
 
 def _needs_numbers(where: str) -> TraceError:
@@ -350,14 +363,4 @@ def _needs_numbers(where: str) -> TraceError:
         what="needs the numbers of a tensor around its regions.",
         why="A step is planned on tensors without data.",
         do="Compute what decides by numbers before the step, or plan without the step.",
-    )
-
-
-def _under_a_transform() -> TraceError:
-    return refusal(
-        TraceError,
-        where="a region of a step that is planned",
-        what="is called under a transform of torch.func.",
-        why="A step is planned as its loss, which autograd differentiates.",
-        do="Pass the function that gives the loss, without torch.func.grad around it.",
     )

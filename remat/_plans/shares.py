@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, Protocol, final
 
 from remat._plans.plan import Plan
 from remat.planners import Share, share
@@ -23,19 +23,24 @@ class Shares:
 
     Args:
         planners: for each call, from its share to its plan.
+        wanted: for each call, which of its arguments have a gradient. Of equal forwards, that
+            of a model's first block may have none, and another backward.
         where: what messages call the budget.
     """
 
     def __init__(
-        self, planners: Sequence[Callable[[int], Plan]], where: str = "a budget"
+        self,
+        planners: Sequence[Callable[[int], Plan]],
+        wanted: Sequence[tuple[bool, ...]],
+        where: str = "a budget",
     ) -> None:
         self._planners, self._where = planners, where
         #: The plans for saving everything. By a size, and not by the fraction 1.0: a draw's
         #: recorded state may be more than all that is saved without remat.
         self.whole = [each(ANY_BYTES) for each in planners]
-        kinds: dict[str, list[int]] = {}
-        for place, each in enumerate(self.whole):
-            kinds.setdefault(each.fingerprint, []).append(place)
+        kinds: dict[Any, list[int]] = {}
+        for place, key in enumerate(zip(wanted, self.whole, strict=True)):
+            kinds.setdefault((key[0], key[1].fingerprint), []).append(place)
         self._kinds = list(kinds.values())
 
     @property
@@ -82,40 +87,6 @@ class Shares:
                 plans[place] = self._plan_of_kind(kind, self._frontiers[kind][k][0])
         return plans
 
-    def within(
-        self, most: int | None, limit: int, peak_of: Callable[[Sequence[Plan]], int]
-    ) -> Search:
-        """Looks for the largest budget of at most `most` bytes whose peak is within a limit.
-
-        The peak does not always grow with what is saved, as recomputation takes room, too: so
-        budgets are tried from the largest down, in even steps, and then between two of them.
-        """
-        fixed = sum(each.problem.fixed_bytes for each in self.whole)
-        high = self.most_bytes if most is None else min(most, self.most_bytes)
-        steps = (fixed + (high - fixed) * k // _TRIED for k in range(_TRIED, -1, -1))
-        totals = iter(dict.fromkeys(steps))
-        cheaper: Tried | None = None
-        least = found = self._tried(next(totals), peak_of)
-        while found.peak_bytes > limit:
-            cheaper, total = found, next(totals, None)
-            if total is None:
-                return Search(None, least, None, False)
-            found = self._tried(total, peak_of)
-            least = min(least, found, key=lambda each: each.peak_bytes)
-        for _ in range(_HALVED):
-            if cheaper is not None:
-                total = (cheaper.budget_bytes + found.budget_bytes) // 2
-                each = self._tried(total, peak_of)
-                fits = each.peak_bytes <= limit
-                cheaper, found = (cheaper, each) if fits else (each, found)
-        less = next(totals, None)
-        dearer = None if less is None else self._tried(less, peak_of)
-        return Search(cheaper, found, dearer, True)
-
-    def _tried(self, total: int, peak_of: Callable[[Sequence[Plan]], int]) -> Tried:
-        plans = tuple(self.split(total))
-        return Tried(total, plans, peak_of(plans))
-
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,3 +124,49 @@ class Search:
         """A line for each of the points beside what was found."""
         beside = {"cheaper": self.cheaper, "dearer": self.dearer}
         return "\n".join(f"{name}: {each}" for name, each in beside.items() if each)
+
+
+class Splits(Protocol):
+    """Calls among which a budget is split."""
+
+    @property
+    def whole(self) -> Sequence[Plan]: ...
+    def split(self, total: int) -> Sequence[Plan]: ...
+
+
+def within(
+    splits: Splits,
+    most: int | None,
+    limit: int,
+    peak_of: Callable[[Sequence[Plan]], int],
+) -> Search:
+    """Looks for the largest budget of at most `most` bytes whose peak is within a limit.
+
+    The peak does not always grow with what is saved, as recomputation takes room, too: so
+    budgets are tried from the largest down, in even steps, and then between two of them.
+    """
+
+    def tried(total: int) -> Tried:
+        plans = tuple(splits.split(total))
+        return Tried(total, plans, peak_of(plans))
+
+    fixed = sum(each.problem.fixed_bytes for each in splits.whole)
+    saved = sum(each.saved_bytes for each in splits.whole)
+    high = saved if most is None else min(most, saved)
+    steps = (fixed + (high - fixed) * k // _TRIED for k in range(_TRIED, -1, -1))
+    totals = iter(dict.fromkeys(steps))
+    cheaper: Tried | None = None
+    least = found = tried(next(totals))
+    while found.peak_bytes > limit:
+        cheaper, total = found, next(totals, None)
+        if total is None:
+            return Search(None, least, None, False)
+        found = tried(total)
+        least = min(least, found, key=lambda each: each.peak_bytes)
+    for _ in range(_HALVED):
+        if cheaper is not None:
+            each = tried((cheaper.budget_bytes + found.budget_bytes) // 2)
+            fits = each.peak_bytes <= limit
+            cheaper, found = (cheaper, each) if fits else (each, found)
+    less = next(totals, None)
+    return Search(cheaper, found, None if less is None else tried(less), True)

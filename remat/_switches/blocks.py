@@ -12,8 +12,8 @@ import contextlib
 import os
 import threading
 import types
-from collections.abc import Generator
-from typing import final
+from collections.abc import Callable, Generator
+from typing import Any, final
 
 import torch
 
@@ -122,6 +122,36 @@ def is_inert() -> bool:
         or not torch.is_grad_enabled()
         or torch.is_inference_mode_enabled()
     )
+
+
+Instead = Callable[[Any, tuple[Any, ...], Any], Any]
+"""From a region, args and kwargs to what stands for the result of the call."""
+
+
+@final
+class _StandIns(threading.local):
+    """What stands in for the regions that this thread calls."""
+
+    call: Instead | None = None
+
+
+_stand_ins = _StandIns()
+
+
+@contextlib.contextmanager
+def standing_in(instead: Instead) -> Generator[None]:
+    """Has a function give what each region that is called inside, on this thread, returns."""
+    before, _stand_ins.call = _stand_ins.call, instead
+    try:
+        with departing():
+            yield
+    finally:
+        _stand_ins.call = before
+
+
+def stand_in() -> Instead | None:
+    """What stands in for regions on this thread, if anything does."""
+    return _stand_ins.call
 
 
 def is_first_order() -> bool:

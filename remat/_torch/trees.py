@@ -21,6 +21,11 @@ def tensor_leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def wants_gradients(tree: Any) -> tuple[bool, ...]:
+    """For each tensor among the leaves of a pytree whether it requires a gradient."""
+    return tuple(each.requires_grad for each in tensor_leaves(tree))
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], tree: _Tree) -> _Tree:
     """A pytree with `function` applied to its tensors."""
     return pytree.tree_map_only(Tensor, function, tree)

@@ -15,7 +15,7 @@ from remat._graph.meta import TensorMeta
 from remat._partition.budgets import peak_limit
 from remat._plans.plan import Plan
 from remat._plans.recording import Recording
-from remat._plans.shares import Shares
+from remat._plans.shares import Shares, within
 from remat._plans.timeline import Timeline, over_the_limit, timeline
 from remat._torch import trees
 from remat.modules._apply import Where, apply, remove
@@ -206,7 +206,8 @@ def _within(
     blocks: Sequence[BlockCall], bound: Budget, recording: Recording | None
 ) -> ModulePlan:
     """Gives each block its share of the largest budget that is within the bounds."""
-    shares = Shares([each.plan for each in blocks], "modules.plan(budget=...)")
+    wanted = [trees.wants_gradients((each.args, each.kwargs)) for each in blocks]
+    shares = Shares([each.plan for each in blocks], wanted, "modules.plan(budget=...)")
 
     def planned(plans: Sequence[Plan], total: int = 0, beside: str = "") -> ModulePlan:
         rows = tuple(_row_of(blocks, place, found) for place, found in enumerate(plans))
@@ -224,8 +225,8 @@ def _within(
     limit, free = peak_limit(bound.peak, device)
     if free is not None and recording is not None:
         limit += recording.parameters + recording.others  # they are there already
-    search = shares.within(
-        size, limit, lambda plans: planned(plans).predicted_peak_bytes
+    search = within(
+        shares, size, limit, lambda plans: planned(plans).predicted_peak_bytes
     )
     found = search.found
     chosen = planned(found.plans, found.budget_bytes, search.neighbors)

@@ -20,6 +20,8 @@ from remat._plans.recording import (
 )
 from remat.modules._blocks import BlockCall, called_instead
 
+_WHERE = "modules.plan(step=...)"
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Step:
     ) -> Recording:
         """What one step does, with stand-ins for the blocks."""
         own = dict(model.named_parameters()), dict(model.named_buffers())
-        with without_data((*own, args, kwargs)) as faked:
+        with without_data((*own, args, kwargs), _WHERE) as faked:
             parameters, buffers, args, kwargs = faked
             fakes = {id(own[0][name]): each for name, each in parameters.items()}
             leaves = [each for each in parameters.values() if each.requires_grad]
@@ -72,7 +74,6 @@ class Step:
                 parameters.values(),
                 (buffers, args, kwargs),
                 optimizer_on(self.optimizer, fakes, "modules.Step(optimizer=...)"),
-                "modules.plan(step=...)",
             )
 
 

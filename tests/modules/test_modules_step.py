@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import BudgetError, TraceError, layers, modules
+from remat import BudgetError, TraceError, layers, modules, plan, remat
 from tests.support import LiveBytes
 
 pytestmark = pytest.mark.contract
@@ -224,3 +224,32 @@ def test_a_step_that_needs_numbers_is_refused() -> None:
         ValueError, match=r"Step\(optimizer=\.\.\.\).* 'much' cannot be"
     ):
         modules.plan(model, budget=0.5, step=modules.Step(loss_of, "much"))(TOKENS)
+
+
+class Mixing(nn.Module):
+    """Normalizes twice, as a layer of an MLP-Mixer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.tokens, self.up = nn.Linear(8, 8), nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.tokens(self.first(x).mT).mT
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+def test_a_first_block_is_planned_apart() -> None:
+    """Its input has no gradient: its forward is that of the others, its backward is not."""
+    model, x = nn.Sequential(*(Mixing() for _ in range(3))), torch.ones(64, 8, 16)
+
+    for budget in (0.2, 0.5, 0.9):
+        found = modules.plan(model, budget=budget)(x)
+        modules.remove(model)
+        for row, block in zip(found.rows, model, strict=True):
+            given = torch.ones(64, 8, 16, requires_grad=row.name != "0")
+            alone = plan(
+                remat(block.forward, rng="preserve"), budget=row.plan.budget_bytes
+            )
+            assert row.plan.peaks == alone(given).peaks

@@ -1,0 +1,133 @@
+"""`fit`: the regions of a step get policies by which its peak keeps to a limit."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from remat import BudgetError, Fit, TraceError, fit, policies, remat, storage
+from tests.support import LiveBytes, assert_bitwise, seeded
+
+pytestmark = pytest.mark.contract
+
+
+def plain_block(params: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(torch.tanh(x @ params["up"]).square() @ params["down"])
+
+
+def plain_head(w: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(x @ w).logsumexp(-1).square()
+
+
+def made(block: Any, head: Any, device: str = "cpu") -> tuple[Any, Any]:
+    """A step with regions of two kinds, and its arguments."""
+
+    def step(params: Any, x: Tensor) -> Tensor:
+        for each in params["blocks"]:
+            x = block(each, x)
+        return head(params["head"], x).mean()
+
+    def leaf(*shape: int) -> Tensor:
+        return (seeded(*shape) / 8).to(device).requires_grad_()
+
+    blocks = [{"up": leaf(16, 64), "down": leaf(64, 16)} for _ in range(4)]
+    params = {"blocks": blocks, "head": leaf(16, 128)}
+    return step, (params, seeded(64, 16).to(device))
+
+
+def leaves_of(params: Any) -> list[Tensor]:
+    return [w for each in params["blocks"] for w in each.values()] + [params["head"]]
+
+
+def peak_of(step: Any, args: Any) -> int:
+    """The most that lives in a step with an optimizer without a state."""
+    leaves = leaves_of(args[0])
+
+    def run() -> None:
+        step(*args).backward()
+        for each in leaves:
+            each.grad = None
+
+    run()
+    with LiveBytes() as memory:
+        run()
+    return memory.peak + sum(each.nbytes for each in [*leaves, args[1]])
+
+
+def test_a_step_keeps_to_its_limit() -> None:
+    """Applied, it takes what was predicted, and the gradients are as they were."""
+    block, head = remat(plain_block), remat(plain_head)
+    step, args = made(block, head)
+    leaves = leaves_of(args[0])
+    plain = torch.autograd.grad(made(plain_block, plain_head)[0](*args), leaves)
+    whole = fit(step, peak="1GiB")(*args)
+    least = whole.predicted_peak_bytes
+    seen: list[Fit] = []
+    for part in (0.55, 0.7, 0.9):
+        limit = int(part * least)
+
+        found = fit(step, peak=limit)(*args)
+        found.apply()
+
+        peak = peak_of(step, args)
+        assert peak <= found.predicted_peak_bytes <= min(limit, 1.02 * peak)
+        assert_bitwise(torch.autograd.grad(step(*args), leaves), plain)
+        assert [len(row.plans) for row in found.rows] == [4, 1]
+        seen.append(found)
+    saved = [sum(p.saved_bytes for r in each.rows for p in r.plans) for each in seen]
+    assert saved == sorted(saved)
+    assert "plain_block: budget(" in str(seen[0])
+    assert str(seen[0]).splitlines()[-1].startswith(("cheaper: ", "dearer: "))
+
+
+def test_it_is_planned_without_data_and_changes_nothing() -> None:
+    """On the meta device as with numbers; until it is applied, policies stay."""
+    block, head = remat(plain_block), remat(plain_head)
+    step, args = made(block, head)
+    before = block.settings
+    limit = int(0.6 * fit(step, peak="1GiB")(*args).predicted_peak_bytes)
+
+    here = fit(step, peak=limit)(*args)
+    there = fit(step, peak=limit)(*made(block, head, "meta")[1])
+
+    assert str(here) == str(there)
+    assert block.settings == before
+    assert all(each.grad is None for each in leaves_of(args[0]))
+    allow = policies.everything_saveable.stored(storage.Cast(torch.bfloat16))
+    cast = fit(step, peak=limit, allow=allow, optimizer=torch.optim.SGD)(*args)
+    assert {row.decision for p in cast.rows[0].plans for row in p.rows} <= {
+        *("recompute", "Cast(dtype=torch.bfloat16)")
+    }
+
+
+def test_where_nothing_fits() -> None:
+    """The error says by how much, and what would help most; a stated state counts."""
+    step, args = made(remat(plain_block), remat(plain_head))
+
+    with pytest.raises(
+        BudgetError, match=r"within 1000 bytes.*Most would help: a smaller optimizer"
+    ):
+        fit(step, peak=1000, optimizer=20.0)(*args)
+
+
+def test_what_has_no_plan_is_refused() -> None:
+    """No region, a transform around one, numbers that decide."""
+    step, args = made(plain_block, plain_head)
+    with pytest.raises(ValueError, match=r"calls no region .*Decorate the parts"):
+        fit(step, peak="1GiB")(*args)
+
+    step, args = made(remat(plain_block), remat(plain_head))
+
+    def gradient(params: Any, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: step(params, x))(x).sum()
+
+    with pytest.raises(TraceError, match=r"under a transform of torch.func"):
+        fit(gradient, peak="1GiB")(*args)
+
+    def deciding(params: Any, x: Tensor) -> Tensor:
+        found = step(params, x)
+        return found if float(found) > 0 else -found
+
+    with pytest.raises(TraceError, match="needs the numbers of a tensor"):
+        fit(deciding, peak="1GiB")(*args)
