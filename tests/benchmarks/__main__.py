@@ -17,6 +17,7 @@ ENVIRONMENT = {
 }
 OTHERS = {
     "budget": "tests.benchmarks.budget",
+    "fit": "tests.benchmarks.fit",
     "growth": "tests.benchmarks.growth",
     "overhead": "tests.benchmarks.overhead",
     "peaks": "tests.benchmarks.peaks",

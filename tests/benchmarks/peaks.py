@@ -74,16 +74,15 @@ def _convolutions() -> Model:
     return _of_module(net, lambda x: F.cross_entropy(net(x), labels), images)
 
 
-def _encoder() -> Model:
+def encoder() -> tuple[nn.Module, Tensor]:
+    """torch's own transformer, and its input."""
     layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True, dropout=0.1)
     net = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-    return _of_module(
-        net, lambda x: net(x).square().mean(), torch.randn(EXAMPLES, 64, 128)
-    )
+    return net, torch.randn(EXAMPLES, 64, 128)
 
 
-def _mixer() -> Model:
-    """An MLP along the tokens, and one along the channels."""
+def mixer() -> tuple[nn.Module, Tensor]:
+    """Layers of an MLP along the tokens and one along the channels, and an input."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -98,18 +97,19 @@ def _mixer() -> Model:
             x = x + self.mlps[0](self.norms[0](x).mT).mT
             return x + self.mlps[1](self.norms[1](x))
 
-    net = nn.Sequential(*(Layer() for _ in range(4)))
-    return _of_module(
-        net, lambda x: net(x).square().mean(), torch.randn(EXAMPLES, 64, 128)
-    )
+    return nn.Sequential(*(Layer() for _ in range(4))), torch.randn(EXAMPLES, 64, 128)
+
+
+def _of_net(net: nn.Module, x: Tensor) -> Model:
+    return _of_module(net, lambda x: net(x).square().mean(), x)
 
 
 MODELS: dict[str, Callable[[], Model]] = {
     **{name: lambda name=name: _of_transformers(name) for name in transformers.MODELS},
     "GPT of the demo": _demo,
     "convolutions": _convolutions,
-    "nn.TransformerEncoder": _encoder,
-    "MLP-Mixer": _mixer,
+    "nn.TransformerEncoder": lambda: _of_net(*encoder()),
+    "MLP-Mixer": lambda: _of_net(*mixer()),
 }
 
 
