@@ -16,6 +16,7 @@ from typing import Any, final
 
 import torch
 
+from remat._calls.decorated import undecided
 from remat._calls.entry import Entry
 from remat._errors import MutationError, TileError, refusal
 from remat._graph import operators
@@ -57,7 +58,8 @@ def require_independent(
         return
     _require_no_writes(region, tile.entry)
     _require_results(region, tile, pattern, reduce)
-    larger = _traced(region, call, whole)
+    # Its policy may be one for a tile alone: a budget, a plan.
+    larger = _traced(undecided(region), call, whole)
     require_same_steps(tile.entry, larger.entry)
     if last > 1:
         require_same_steps(tile.entry, _traced(region, call, last).entry)

@@ -18,6 +18,7 @@ from remat import (
     TileError,
     checkpoint_name,
     disabled,
+    plan,
     policies,
     random,
     remat,
@@ -221,6 +222,28 @@ def test_what_needs_its_own_trace_ends_a_graph_of_torch_compile(
     with pytest.raises(Unsupported, match="has a policy or a size in bytes"):
         torch.compile(step, backend="eager", fullgraph=True)(X, W, V)
     assert_close(torch.compile(step, backend="eager")(X, W, V), mlp(X, W, V))
+
+
+@pytest.mark.parametrize("kind", ["peak", "plan", "region"])
+def test_a_policy_need_hold_for_a_tile_alone(kind: str):
+    """The whole, which is looked at too, may be too large for it, or another program."""
+    x = seeded(64, 2, 4).requires_grad_()
+
+    def f(x: Tensor) -> Tensor:
+        return mlp(x, W, V)
+
+    tile = seeded(4, 2, 4).requires_grad_()
+    least = plan(f, budget=0)(tile).predicted_peak_bytes
+    policy = (
+        plan(f, budget=500)(tile).policy
+        if kind == "plan"
+        else policies.budget(peak=least)
+    )
+    options = {} if kind == "region" else {"policy": policy}
+    inner = remat(f, policy=policy) if kind == "region" else f
+    cut = tiled(inner, "(tile b) s d -> (tile b) s d", tiles=16, **options)
+
+    assert_close(grads(cut, [x]), grads(f, [x]))
 
 
 def test_a_policy_beside_a_region_has_no_effect_and_warns():
