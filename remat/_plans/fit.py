@@ -140,8 +140,8 @@ def fit(
         ...     return x.square().sum()
         >>> params = [torch.empty(64, 64, device="meta") for _ in range(4)]
         >>> x = torch.empty(512, 64, device="meta")
-        >>> found = fit(step, peak="1MiB", optimizer=2.0)(params, x)
-        >>> found.predicted_peak_bytes <= 2**20
+        >>> found = fit(step, peak="1.25MiB", optimizer=2.0)(params, x)
+        >>> found.predicted_peak_bytes <= 1.25 * 2**20
         True
         >>> found.apply()
     """
