@@ -239,7 +239,7 @@ def test_a_policy_need_hold_for_a_tile_alone(kind: str):
         if kind == "plan"
         else policies.budget(peak=least)
     )
-    options = {} if kind == "region" else {"policy": policy}
+    options: dict[str, Any] = {} if kind == "region" else {"policy": policy}
     inner = remat(f, policy=policy) if kind == "region" else f
     cut = tiled(inner, "(tile b) s d -> (tile b) s d", tiles=16, **options)
 
