@@ -277,8 +277,10 @@ class _Shared:
 
     def of(self, owner: Tensor | None, found: Tensor | None) -> Tensor | None:
         """The result, such that autograd knows of it."""
-        if self.is_owner or owner is None or found is None:
+        if self.is_owner:
             return owner
+        if owner is None or found is None:
+            return found
         # Of two one may be detached; a wrapper does not tell how its memory lies.
         is_detached = owner.requires_grad != found.requires_grad
         if is_detached or levels.interpreter_is_active():

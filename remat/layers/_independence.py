@@ -33,7 +33,12 @@ from remat.layers._axis_rules import (
 )
 from remat.layers._tile_call import Call
 from remat.layers._tile_pattern import Pattern
-from remat.layers._two_lengths import label, require_same_steps, sized_dims
+from remat.layers._two_lengths import (
+    different_dims,
+    label,
+    require_same_steps,
+    sized_dims,
+)
 
 #: The traces that were found to be independent, each with the patterns and reductions.
 _known: weakref.WeakKeyDictionary[object, set[object]] = weakref.WeakKeyDictionary()
@@ -57,16 +62,21 @@ def require_independent(
     if (pattern.text, reduce, judged) in known:
         return
     _require_no_writes(region, tile.entry)
-    _require_results(region, tile, pattern, reduce)
+    _require_results(region, tile, outputs_of(tile), pattern, reduce)
     # Its policy may be one for a tile alone: a budget, a plan.
     larger = _traced(undecided(region), call, whole)
     require_same_steps(tile.entry, larger.entry)
     if last > 1:
         require_same_steps(tile.entry, _traced(region, call, last).entry)
     sized = sized_dims(tile.entry, larger.entry)
-    for each in (tile, larger):
-        each = dataclasses.replace(each, sized=sized)
-        _require_results(region, each, pattern, reduce)
+    traces = [dataclasses.replace(each, sized=sized) for each in (tile, larger)]
+    one, other = map(outputs_of, traces)
+    for trace, returned in zip(traces, (one, other), strict=True):
+        told = [
+            dataclasses.replace(each, sized=different_dims(a.meta, b.meta))
+            for each, a, b in zip(returned, one, other, strict=True)
+        ]
+        _require_results(region, trace, told, pattern, reduce)
     known.add((pattern.text, reduce, judged))
 
 
@@ -92,9 +102,14 @@ def _traced(region: Any, call: Call, length: int) -> _Trace:
     return _Trace(region.entry_of(args, kwargs)[0], states, length)
 
 
-def _require_results(region: Any, trace: _Trace, pattern: Pattern, reduce: str) -> None:
+def _require_results(
+    region: Any,
+    trace: _Trace,
+    returned: Sequence[Operand],
+    pattern: Pattern,
+    reduce: str,
+) -> None:
     """Refuses a trace whose results are not those that the pattern names."""
-    returned = outputs_of(trace)
     with tracer.unrecorded():  # a trace around this one is not to hold them
         made = [torch.empty(each.meta.shape, device="meta") for each in returned]
     parts = pattern.of_results(trace.entry.output.around(made))
@@ -175,15 +190,12 @@ def outputs_of(trace: _Trace) -> list[Operand]:
     for view in joint.views:
         at = view.operand if view.output is None else joint.outputs[view.output].index
         assert at is not None, "a view has a base"
-        value, state, sized = joint.graph.values[at], states[at], trace.sized.get(at)
+        value, state = joint.graph.values[at], states[at]
         if view.path is not None:
-            value, state = (
-                view.path.values[-1],
-                follow(view.path, [state], trace.length)[-1],
-            )
-            sized = None
+            value, made = view.path.values[-1], follow(view.path, [state], trace.length)
+            state = made[-1]
         assert isinstance(value.meta, TensorMeta), "a tensor is returned"
-        found.append(Operand(state, value.meta, sized or frozenset()))
+        found.append(Operand(state, value.meta))
     return found
 
 

@@ -30,6 +30,8 @@ def require_same_steps(entry: Entry, other: Entry) -> None:
                 "computes with a number that depends on the size of the tile: "
                 f"{found}, and {rest} for another size.",
             )
+    if entry.output.is_tensor != other.output.is_tensor:
+        raise _refuse(None, "returns more or fewer values for a tile of another size.")
     results = [_plain(each.output.statics) for each in (entry, other)]
     if results[0] != results[1]:
         what = f"returns {results[0]}, and {results[1]} for a tile of another size."
@@ -46,11 +48,14 @@ def sized_dims(entry: Entry, other: Entry) -> Mapping[int, frozenset[int]]:
         if one.is_backward:
             break
         if isinstance(one.meta, TensorMeta) and isinstance(same.meta, TensorMeta):
-            sizes = zip(one.meta.shape, same.meta.shape, strict=False)
-            found[index] = frozenset(
-                dim for dim, (size, length) in enumerate(sizes) if size != length
-            )
+            found[index] = different_dims(one.meta, same.meta)
     return found
+
+
+def different_dims(one: TensorMeta, other: TensorMeta) -> frozenset[int]:
+    """The dimensions in which two tensors have different lengths."""
+    sizes = zip(one.shape, other.shape, strict=False)
+    return frozenset(dim for dim, (size, same) in enumerate(sizes) if size != same)
 
 
 def label(value: Value) -> str:
@@ -71,8 +76,15 @@ def _refuse(value: Value | None, what: str) -> TileError:
 
 
 def _forward(entry: Entry) -> list[Value]:
-    graph = entry.stages.joint.graph
-    return [each for each in graph.values[graph.num_inputs :] if not each.is_backward]
+    """The steps of a forward, and of the views of its results."""
+    joint = entry.stages.joint
+    graphs = [joint.graph, *(each.path for each in joint.views if each.path)]
+    return [
+        value
+        for graph in graphs
+        for value in graph.values[graph.num_inputs :]
+        if not value.is_backward
+    ]
 
 
 def _plain(statics: Any) -> list[Any]:

@@ -148,10 +148,9 @@ def _makes_policies(candidate: object) -> bool:
             kind = getattr(candidate, "__annotations__", {}).get("return")
         except NameError:  # from Python 3.14 on, annotations are evaluated when read
             return False
-    is_class = isinstance(kind, type) and issubclass(kind, AbstractPolicy)
-    return (
-        is_class or kind == AbstractPolicy.__name__
-    )  # an annotation that is not evaluated
+    if isinstance(kind, type):
+        return issubclass(kind, AbstractPolicy)
+    return kind == AbstractPolicy.__name__  # under `from __future__ import annotations`
 
 
 def _takes_one(candidate: Callable[..., Any]) -> bool:

@@ -177,6 +177,26 @@ def test_a_result_of_another_length_is_refused(
         tiled(f, pattern, tiles=2)(X)
 
 
+def test_results_that_are_views_of_an_argument_are_judged_too():
+    """No step of the graph makes them."""
+
+    def repeated(x: Tensor) -> Tensor:
+        return x[:, None].expand(-1, x.shape[0], -1, -1)
+
+    with pytest.raises(TileError, match="as long in its dimension 1 as a tile is"):
+        tiled(repeated, "(tile n) s d -> (tile n) m s d", tiles=2)(X)
+    with pytest.raises(TileError, match=r"getitem .* a number that depends"):
+        tiled(lambda x: x[:, x.shape[0]], "(tile n) s d -> (tile n) d", tiles=2)(X)
+
+
+def test_how_many_results_there_are_may_not_depend_on_the_size():
+    def some(x: Tensor) -> list[Tensor]:
+        return [x.exp()] * (2 if x.shape[1] > 3 else 1)
+
+    with pytest.raises(TileError, match="returns more or fewer values"):
+        tiled(some, ALIKE, tiles=2)(X)
+
+
 def test_a_number_that_is_returned_may_not_depend_on_the_size():
     """The first tile's would be that of the whole."""
     with pytest.raises(TileError, match=r"returns \[3\], and \[6\] for a tile"):
