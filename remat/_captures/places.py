@@ -302,6 +302,10 @@ def _set_in_context(variable: contextvars.ContextVar[object], value: object) -> 
 
 def _remove_place(owner: Any, step: Step) -> None:
     kind, key = step
+    try:
+        look(owner, step)
+    except NOT_THERE:
+        return  # who put a value there has taken it away again
     if kind == "attr":
         object.__delattr__(owner, cast("str", key))
     elif kind == "cell":

@@ -192,6 +192,25 @@ def test_what_a_function_changes_itself_is_changed_once() -> None:
     assert_bitwise([x.grad], [2.0 * x.detach().cos()])
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("remove", [delattr, lambda owner, key: vars(owner).pop(key)])
+def test_what_a_function_removes_is_there_for_the_backward(remove: Any) -> None:
+    """And is gone after it, as after the forward."""
+    once = types.SimpleNamespace(scale=2.0)
+
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin() * getattr(once, "scale", 5.0)
+        remove(once, "scale")
+        return y
+
+    x = seeded(3).requires_grad_()
+    remat(fun, engine="rerun")(x).sum().backward()
+
+    assert not vars(once)
+    assert x.grad is not None
+    assert_bitwise([x.grad], [2.0 * x.detach().cos()])
+
+
 class Moving(nn.Module):
     """Reads one buffer, moves another, and leaves a third alone."""
 
