@@ -19,9 +19,10 @@ takes the roots of the call that needs it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 from torch import Tensor
 
@@ -68,7 +69,25 @@ from remat.policies import AbstractPolicy, nothing_saveable
 from remat.policies._planned import for_derived
 from remat.storage import AbstractStorage, Keep
 
-_V = TypeVar("_V")
+_Make = TypeVar("_Make", bound=Callable[..., Any])
+_UNKNOWN: Any = object()
+
+
+def _once(make: _Make) -> _Make:
+    """A method of a region that runs once for whatever it is asked, `roots` aside."""
+
+    @functools.wraps(make)
+    def derived(self: TracedRegion, roots: Roots, *args: Any, **kwargs: Any) -> Any:
+        key = (make.__name__, *args, *kwargs.values())
+        # Inside a trace with open sizes a key holds symbols, which cannot be hashed.
+        place = without_symbols(key) if self.is_open else key
+        found = self.derived.get(place, _UNKNOWN)
+        if found is _UNKNOWN:
+            # Two threads may both make it; the first result is kept.
+            return self.derived.setdefault(place, make(self, roots, *args, **kwargs))
+        return found
+
+    return cast("_Make", derived)
 
 
 @final
@@ -102,6 +121,8 @@ class TracedRegion:
             is one run of it; else None.
         held_apart: what waits for its backward outside of autograd: nothing.
         runs_first: whether only a run tells what the outputs depend on: here the trace does.
+        is_open: whether a size of an operand is a symbol of a running trace.
+        derived: what was made of it so far, by what makes it and what was asked.
     """
 
     held_apart: tuple[Tensor, ...] = ()
@@ -159,18 +180,8 @@ class TracedRegion:
             self.placements = placements_of(outline, operands)
             self.chosen, self.every_view = outline.chosen, outline.views
         self.views = None if are_outputs(self.every_view) else self.every_view
-        self._fast_path: FastPath | None = None
-        self._knows_fast_path = False
-        self._is_open = any(map(is_open, operands))
-        self._derived: dict[Hashable, Any] = {}
-
-    def _once(self, key: tuple[Hashable, ...], make: Callable[[], _V]) -> _V:
-        """What was derived for a key, by its kind and what was asked; made if nothing was."""
-        # Inside a trace with open sizes a key holds symbols, which cannot be hashed.
-        place = without_symbols(key) if self._is_open else key
-        found: _V | None = self._derived.get(place)
-        # Two threads may both make it; the first result is kept.
-        return self._derived.setdefault(place, make()) if found is None else found
+        self.is_open = any(map(is_open, operands))
+        self.derived: dict[Hashable, Any] = {}
 
     def stages(self, roots: Roots) -> Stages:
         """What became of the function, stage by stage, where reverse mode is wanted."""
@@ -182,13 +193,11 @@ class TracedRegion:
             self._stages = Stages.of(joints, None if self.given else self.policy)
         return self._stages
 
+    @_once
     def forward(self, roots: Roots, save: bool) -> Forward:
         """The forward; if `save`, its results include what the backward will read."""
         if self.given is not None:
             return self.given.forward
-        return self._once(("forward", save), lambda: self._own_forward(roots, save))
-
-    def _own_forward(self, roots: Roots, save: bool) -> Forward:
         stages = self.stages(roots) if save else None
         if stages is None:
             joint, saved = dataclasses.replace(self._joints[0], states=()), ()
@@ -228,14 +237,16 @@ class TracedRegion:
 
     def fast_path(self, roots: Roots, numerics: Numerics) -> FastPath | None:
         """The forward that saves, if a call needs no more than to run its program."""
-        if not self._knows_fast_path:
-            forward = self.forward(roots, save=True)
-            if forward.is_one_run and not self.inputs:
-                self._fast_path = FastPath(forward, self.views)
-            self._knows_fast_path = True
-        path = self._fast_path
+        path = self._fast_path(roots)
         return path if path and path.numerics.are_met_by(numerics) else None
 
+    @_once
+    def _fast_path(self, roots: Roots) -> FastPath | None:
+        forward = self.forward(roots, save=True)
+        is_one_run = forward.is_one_run and not self.inputs
+        return FastPath(forward, self.views) if is_one_run else None
+
+    @_once
     def opened(
         self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
     ) -> Opened | None:
@@ -248,19 +259,10 @@ class TracedRegion:
         """
         if not self.is_transparent(roots):
             return None
-        num_outputs, _, num_saved, _ = self.forward(roots, save=True).shape
+        forward, policy = self.forward(roots, save=True), self.policy_above
+        program, (num_outputs, _, num_saved, _) = forward.program, forward.shape
         if self.keeps and not num_saved:
             return Opened(self, None)
-        kinds = (wants, has_tangent)
-        (region,) = self._once(
-            ("opened", *kinds), lambda: (self._opened(roots, *kinds),)
-        )
-        return region and Opened(region, num_outputs)
-
-    def _opened(
-        self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
-    ) -> TracedRegion | None:
-        program, policy = self.forward(roots, save=True).program, self.policy_above
         function = self.function.of_program(program.graph)
         operands = operands_of(program.graph, wants)
         # Where nothing can be saved, the derivative is traced when it is asked for.
@@ -281,17 +283,13 @@ class TracedRegion:
             if autograd.has_no_formula(error):
                 return None
             raise
-        return region
+        return Opened(region, num_outputs)
 
+    @_once
     def is_transparent(self, roots: Roots) -> bool:
         """Whether its programs have the derivatives of the function."""
         if self.made_from is not None and not self.is_opened:
             return self.made_from.is_transparent(roots)
-        return self._once(
-            ("is transparent",), lambda: self._is_differentiated_alike(roots)
-        )
-
-    def _is_differentiated_alike(self, roots: Roots) -> bool:
         function, operands = self.function, self.operands
         if function.is_program:
             graph = self.forward(roots, save=False).program.graph
@@ -301,7 +299,7 @@ class TracedRegion:
             return False
         stages = self.stages(roots)
         if not function.is_program:
-            is_more = self.states or self.inputs or self.verify or self._is_open
+            is_more = self.states or self.inputs or self.verify or self.is_open
             known = function, roots, operands, self.forward(roots, save=True)
             if is_more or not is_differentiated_alike(*known, stages.joint):
                 return False
@@ -319,6 +317,7 @@ class TracedRegion:
             return False
         return True
 
+    @_once
     def vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
         """The region of the gradients of what is wanted.
 
@@ -328,18 +327,12 @@ class TracedRegion:
         Its operands: this region's, the generator states, the cotangents. What this
         region saved comes before them.
         """
-        return self._once(("pulled", asked), lambda: self._vjp(roots, asked))
-
-    def _vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
         if self.opened_late and not self.has_derivatives(roots):
             return self.opened_late.vjp(roots, asked)
         if self.placements is None:
             asked = asked.taken_whole()
         require_parts(self.placements or (), asked)
-        still = asked.without_gradients()
-        given, states = self._once(
-            ("backward", still), lambda: self._backward(roots, still)
-        )
+        given, states = self._backward(roots, asked.without_gradients())
         cotangents = [meta for meta in asked.cotangents if meta is not None]
         forward = given.forward
         is_alone = (
@@ -362,6 +355,7 @@ class TracedRegion:
             made_from=self,
         )
 
+    @_once
     def _backward(
         self, roots: Roots, asked: Asked
     ) -> tuple[DerivedForward, list[TensorMeta]]:
@@ -397,6 +391,7 @@ class TracedRegion:
         )
         return self.function.derive(lambda f: pullback(f, pull), "vjp", pull)
 
+    @_once
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[TracedRegion, tuple[int, ...]]:
@@ -404,14 +399,6 @@ class TracedRegion:
 
         Its operands: this region's, `num_states` generator states, the tangents.
         """
-        return self._once(
-            ("tangents", has_tangent, num_states),
-            lambda: self._jvp(roots, has_tangent, num_states),
-        )
-
-    def _jvp(
-        self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
-    ) -> tuple[TracedRegion, tuple[int, ...]]:
         moved = moved_outputs(self.forward(roots, save=False))
         if not moved:
             return self, moved  # there is no tangent to compute
@@ -437,19 +424,12 @@ class TracedRegion:
         )
         return region, moved
 
+    @_once
     def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> Pushed:
         """The region of the outputs and, after these, the tangents of some of them.
 
         Its operands: this region's, the tangents.
         """
-        return self._once(
-            ("pushed", has_tangent, save),
-            lambda: self._pushed(roots, has_tangent, save),
-        )
-
-    def _pushed(
-        self, roots: Roots, has_tangent: tuple[bool, ...], save: bool
-    ) -> Pushed:
         chosen = self.chosen
         moved = moved_outputs(self.forward(roots, save=False))
         if not moved:
@@ -489,13 +469,9 @@ class TracedRegion:
         pushed = push(forward, tangents, views, len(self.operands), origins)
         return DerivedForward(*pushed, origins)
 
+    @_once
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         """The region of the mapped function, over the physical tensors."""
-        return self._once(
-            ("batched", batch, save), lambda: self._batched(roots, batch, save)
-        )
-
-    def _batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         if self.placements is not None:
             raise mapped_in_parts()
         if self.keeps and not save:
@@ -536,20 +512,17 @@ class TracedRegion:
         dims = [None if k in unmapped else 0 for k in range(len(self.chosen))]
         return Batched(region, (*dims, *(batch.dims[operand] for operand in written)))
 
+    @_once
     def mapped_whole(self, roots: Roots, batch: Batch) -> TracedRegion:
         """The region of the mapped function, each result mapped over its first dimension.
 
         Unlike the region of `batched`, it returns views too, and takes physical tensors.
         """
-
-        def make() -> TracedRegion:
-            function = self._mapped(None, batch, 0)
-            joints = function.traced(roots, batch.metas, ())
-            return TracedRegion(
-                function, batch.metas, self.policy, joints, calls=self.calls
-            )
-
-        return self._once(("whole", batch), make)
+        function = self._mapped(None, batch, 0)
+        joints = function.traced(roots, batch.metas, ())
+        return TracedRegion(
+            function, batch.metas, self.policy, joints, calls=self.calls
+        )
 
     def _mapped(
         self,
