@@ -10,8 +10,9 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -56,22 +57,18 @@ class Layout:
 
     spec: Any  # the pytree of (args, kwargs)
     #: For each leaf whether it is a tensor, a tensor that was there before, static, or a
-    #: root.
-    kinds: tuple[str, ...]
-    again: tuple[int, ...]  # for each tensor that was there before, which one it is
-    values: tuple[Any, ...]  # the static leaves, in order
+    #: root; and which of the tensors or roots it is, or the static value.
+    leaves: tuple[tuple[str, Any], ...]
 
     def arguments(
         self, tensors: Sequence[Tensor], roots: Sequence[object]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's (args, kwargs) with other tensors and objects."""
-        sources: dict[str, Iterator[Any]] = {
-            TENSOR: iter(tensors),
-            AGAIN: (tensors[place] for place in self.again),
-            STATIC: iter(self.values),
-            ROOT: iter(roots),
-        }
-        leaves = [next(sources[kind]) for kind in self.kinds]
+        sources = {TENSOR: tensors, AGAIN: tensors, ROOT: roots}
+        leaves = [
+            each if kind == STATIC else sources[kind][each]
+            for kind, each in self.leaves
+        ]
         return trees.unflatten(leaves, self.spec)
 
 
@@ -92,25 +89,19 @@ class Signature(NamedTuple):
         """How the arguments are put together; needed only where a call is traced."""
         leaves, spec = trees.flatten(self.arguments)
         places: dict[int, int] = {}
-        kinds: list[str] = []
-        again: list[int] = []
-        values: list[Any] = []
+        roots = itertools.count()
+        described: list[tuple[str, Any]] = []
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and id(leaf) in places:
-                kinds.append(AGAIN)
-                again.append(places[id(leaf)])
-            elif isinstance(leaf, Tensor):
-                kinds.append(TENSOR)
-                places[id(leaf)] = len(places)
+            if isinstance(leaf, Tensor):
+                kind = AGAIN if id(leaf) in places else TENSOR
+                described.append((kind, places.setdefault(id(leaf), len(places))))
             elif static_key(leaf) is None:
-                kinds.append(ROOT)
+                described.append((ROOT, next(roots)))
             else:
-                kinds.append(STATIC)
                 # A set may change after the call.
-                values.append(
-                    own_set(leaf.value if isinstance(leaf, _Static) else leaf)
-                )
-        return Layout(spec, tuple(kinds), tuple(again), tuple(values))
+                value = leaf.value if isinstance(leaf, _Static) else leaf
+                described.append((STATIC, own_set(value)))
+        return Layout(spec, tuple(described))
 
     @property
     def general_key(self) -> Hashable:
@@ -183,18 +174,17 @@ class CallSite:
     @property
     def tensor_names(self) -> tuple[str, ...]:
         """The names of the leaves that are tensors, each once."""
-        pairs = zip(self.names, self.signature.layout.kinds, strict=True)
-        return tuple(name for name, kind in pairs if kind == "tensor")
+        pairs = zip(self.names, self.signature.layout.leaves, strict=True)
+        return tuple(name for name, (kind, _) in pairs if kind == TENSOR)
 
     @property
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """For tensors that are passed more than once: the further names, by the first."""
-        firsts, layout = self.tensor_names, self.signature.layout
-        again = iter(layout.again)
+        firsts, leaves = self.tensor_names, self.signature.layout.leaves
         further: dict[str, tuple[str, ...]] = {}
-        for name, kind in zip(self.names, layout.kinds, strict=True):
-            if kind == "again":
-                first = firsts[next(again)]
+        for name, (kind, place) in zip(self.names, leaves, strict=True):
+            if kind == AGAIN:
+                first = firsts[place]
                 further[first] = (*further.get(first, ()), name)
         return further
 
