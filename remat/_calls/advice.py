@@ -44,9 +44,7 @@ def advise(
         *_unmet(stages, policy),
         *_bypassed(stages, policy),
         *_useless(stages, policy),
-        *_unstored(policy),
-        *(_unverified(stages, policy) if verify else ()),
-        *_uncompiled(program),
+        *_idle(stages, policy, program, verify=verify),
     ]
     for topic, what, why, do in advice:
         advise_once((function, policy, topic), where=where, what=what, why=why, do=do)
@@ -198,8 +196,10 @@ def _useless(stages: Stages, policy: AbstractPolicy) -> _Advice:
         )
 
 
-def _unstored(policy: AbstractPolicy) -> _Advice:
-    """Warns of a storage on a policy that saves nothing."""
+def _idle(
+    stages: Stages, policy: AbstractPolicy, program: Program, *, verify: bool
+) -> _Advice:
+    """Options without effect: a storage of what is not saved, `verify`, `backend`."""
     storage = idle_storage(policy)
     if storage is not None:
         yield (
@@ -210,10 +210,7 @@ def _unstored(policy: AbstractPolicy) -> _Advice:
             f"Write @remat(saved_inputs={storage!r}), or store what another policy "
             "saves.",
         )
-
-
-def _unverified(stages: Stages, policy: AbstractPolicy) -> _Advice:
-    if not stages.cut.saved:
+    if verify and not stages.cut.saved:
         yield (
             "verify",
             "verify=True has nothing to compare.",
@@ -221,9 +218,6 @@ def _unverified(stages: Stages, policy: AbstractPolicy) -> _Advice:
             "and compared.",
             "Verify with policies.everything_saveable, then return to this policy.",
         )
-
-
-def _uncompiled(program: Program) -> _Advice:
     if program.backend is not None and not program.is_compiled:
         yield (
             "backend",

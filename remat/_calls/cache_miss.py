@@ -22,7 +22,7 @@ from remat._graph.meta import TensorMeta
 from remat._partition.decide import decide_of_operands
 from remat._partition.stages import Stages
 from remat._regions.forwards import Calls
-from remat._regions.retraceable import Function
+from remat._regions.functions import Function
 from remat._regions.traced import TracedRegion
 from remat._torch import guards
 from remat._tracing.open_sizes import Fixed, Templates

@@ -26,8 +26,8 @@ from remat._calls.signature import CallSite, Statics, call_site
 from remat._errors import CapturedTensorError, RematError, refusal
 from remat._partition.stages import Stages
 from remat._programs.program import Program
+from remat._regions.functions import Roots
 from remat._regions.protocol import Asked
-from remat._regions.retraceable import Roots
 from remat._rerun import flat_call
 from remat._rerun.dependence import require_nothing_hidden
 from remat._switches.blocks import is_inert, stand_in
@@ -142,7 +142,14 @@ class DecoratedFunction(Generic[_P, _R]):
             own = [each for each in _caches if each[0] == code]
             if len(own) >= _MOST_OPTIONS:
                 del _caches[own[0]]
-                _warn_of_options(self._where)
+                warn(
+                    where=self._where,
+                    what=f"was decorated with more than {_MOST_OPTIONS} sets of options; "
+                    "the traces of the first are dropped.",
+                    why="Traces belong to the code and its options: a policy that is made "
+                    "anew for each call is another one each time, and is traced again.",
+                    do="Make the policy once, outside of the loop.",
+                )
         return _caches.setdefault(key, Cache(settings, self._where))
 
     @property
@@ -256,17 +263,6 @@ class DecoratedFunction(Generic[_P, _R]):
     def __repr__(self) -> str:
         """The function and its policy."""
         return f"remat({self._fun!r}, policy={self.settings.policy!r})"
-
-
-def _warn_of_options(where: str) -> None:
-    warn(
-        where=where,
-        what=f"was decorated with more than {_MOST_OPTIONS} sets of options; the traces of "
-        "the first are dropped.",
-        why="Traces belong to the code and its options: a policy that is made anew for each "
-        "call is another one each time, and is traced again.",
-        do="Make the policy once, outside of the loop.",
-    )
 
 
 def _call_plainly(site: CallSite) -> Any:

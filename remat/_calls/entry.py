@@ -18,10 +18,9 @@ from remat._generators.streams import exists
 from remat._graph.meta import TensorMeta, layout_of
 from remat._partition.stages import Stages
 from remat._programs.barriers import kept
-from remat._regions.fast_path import FastPath
+from remat._regions.forwards import FastPath, make_views
+from remat._regions.functions import Roots
 from remat._regions.protocol import Call
-from remat._regions.retraceable import Roots
-from remat._regions.returned_views import make_views
 from remat._regions.rules import bind_all, run_fast
 from remat._regions.traced import TracedRegion
 from remat._switches.blocks import is_first_order

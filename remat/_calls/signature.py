@@ -21,7 +21,7 @@ from torch import Tensor
 from remat import _captures
 from remat._errors import StaticArgumentError, refusal
 from remat._graph.meta import TensorMeta, layout_of
-from remat._regions.retraceable import Roots
+from remat._regions.functions import Roots
 from remat._switches.numerics import Numerics
 from remat._torch import dtensor, fakes, isolation, levels, trees
 from remat._torch.tensors import overrides_functions
@@ -64,10 +64,10 @@ class Layout:
         self, tensors: Sequence[Tensor], roots: Sequence[object]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's (args, kwargs) with other tensors and objects."""
-        sources = {TENSOR: tensors, AGAIN: tensors, ROOT: roots}
-        leaves = [
-            each if kind == STATIC else sources[kind][each]
-            for kind, each in self.leaves
+        given: dict[str, Sequence[Any]]
+        given = {TENSOR: tensors, AGAIN: tensors, ROOT: roots}
+        leaves: list[Any] = [
+            each if kind == STATIC else given[kind][each] for kind, each in self.leaves
         ]
         return trees.unflatten(leaves, self.spec)
 
@@ -184,7 +184,7 @@ class CallSite:
         further: dict[str, tuple[str, ...]] = {}
         for name, (kind, place) in zip(self.names, leaves, strict=True):
             if kind == AGAIN:
-                first = firsts[place]
+                first = firsts[int(place)]
                 further[first] = (*further.get(first, ()), name)
         return further
 
@@ -225,8 +225,9 @@ def sign(
         if is_array or _captures.hides_contents(leaf):
             flat = trees.flatten(arguments)[0]
             index = next(index for index, each in enumerate(flat) if each is leaf)
-            refused = _numpy_argument if is_array else _unseen_argument
-            raise refused(leaf, labels(function, args, kwargs)[index])
+            raise _hidden_argument(
+                leaf, labels(function, args, kwargs)[index], is_array=is_array
+            )
     return Signature(
         key,
         arguments,
@@ -381,24 +382,18 @@ def static_key(leaf: object) -> Hashable | None:
     return _captures.numpy_scalar(leaf)
 
 
-def _numpy_argument(leaf: Any, label: str) -> StaticArgumentError:
+def _hidden_argument(leaf: Any, label: str, *, is_array: bool) -> StaticArgumentError:
+    kind = type(leaf).__name__
     return refusal(
         StaticArgumentError,
         where=f"the argument `{label}`",
-        what=f"is a numpy {type(leaf).__name__}.",
-        why="It is not a tensor and cannot be compared at each call, so its "
-        "contents would become constants of the trace.",
-        do="Pass torch.from_numpy(array) or torch.as_tensor(array); for a "
-        "constant, pass a Python number or a tuple of numbers.",
-    )
-
-
-def _unseen_argument(leaf: Any, label: str) -> StaticArgumentError:
-    return refusal(
-        StaticArgumentError,
-        where=f"the argument `{label}`",
-        what=f"is a {type(leaf).__name__}, which hides its contents.",
-        why="Its contents can be neither traced nor compared at each call: "
-        "gradients would be lost, and changes would not be seen.",
-        do="Pass its contents as a tuple, a list or a dict.",
+        what=f"is a numpy {kind}."
+        if is_array
+        else f"is a {kind}, which hides its contents.",
+        why="Its contents can be neither traced nor compared at each call: gradients would "
+        "be lost, and changes would not be seen.",
+        do="Pass torch.from_numpy(array) or torch.as_tensor(array); for a constant, pass a "
+        "Python number or a tuple of numbers."
+        if is_array
+        else "Pass its contents as a tuple, a list or a dict.",
     )

@@ -23,7 +23,7 @@ from remat._graph import operators
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.values import label
-from remat._regions.retraceable import Roots
+from remat._regions.functions import Roots
 from remat._torch import guards, modes, trees
 from remat._tracing.arguments import Given
 from remat._tracing.engines import require_no_engine
@@ -41,20 +41,18 @@ from remat._tracing.trace import Flat, Request, Traced, trace
 
 
 @final
+@dataclasses.dataclass(eq=False)
 class Flattened:
     """The user's function as tensors in, tensors out; remembers the structure of its result."""
 
-    def __init__(
-        self, layout: Layout, num_tensors: int, changed: tuple[int, ...]
-    ) -> None:
-        self.layout = layout  # how the arguments are put together
-        self.num_tensors = num_tensors  # how many tensors are among them
-        # The places of arguments that get a gradient by what is written to them. The function
-        # gets copies of these, and returns them after its results.
-        self.changed = changed
-        # Their places as the first trace finds them, when none is known yet.
-        self.gained: tuple[int, ...] = ()
-        self.output: trees.Frame | None = None  # None before the first trace
+    layout: Layout  # how the arguments are put together
+    num_tensors: int  # how many tensors are among them
+    #: The places of arguments that get a gradient by what is written to them. The function
+    #: gets copies of these, and returns them after its results.
+    changed: tuple[int, ...]
+    #: Their places as the first trace finds them, when none is known yet.
+    gained: tuple[int, ...] = ()
+    output: trees.Frame | None = None  # None before the first trace
 
     def build(
         self, roots: Roots, fetch: Callable[[Roots], Sequence[Tensor]] | None

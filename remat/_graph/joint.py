@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from remat._graph import operators
+from remat._graph.building import Building
 from remat._graph.meta import TensorMeta
-from remat._graph.values import Graph, Ref, Value, replace_refs
+from remat._graph.values import Graph, Ref, Value
 
 
 @final
@@ -92,12 +93,7 @@ def view_path(
         index = base
     if not steps:
         return Ref(index), None
-    first = Value(None, meta=graph.values[index].meta)
-    number = {index: 0}
-    values = [first]
+    path = Building([Value(None, meta=graph.values[index].meta)], {index: 0})
     for step in reversed(steps):
-        value = graph.values[step]
-        args = replace_refs(value.args, lambda use: Ref(number[use]))
-        number[step] = len(values)
-        values.append(dataclasses.replace(value, args=args, is_backward=False))
-    return Ref(index), Graph(tuple(values), 1, (Ref(len(values) - 1),))
+        path.copy(step, dataclasses.replace(graph.values[step], is_backward=False))
+    return Ref(index), path.graph(1, [ref])

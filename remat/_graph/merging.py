@@ -38,15 +38,14 @@ def merge(
     their order: what the second reads instead of computing it.
     """
     line = _line_up(first, second, reads, known)
-    if any(map(_moves_generator, first.values)):
+    if any(
+        operators.is_rng_state(value.op)
+        or (operators.draws(value) and not value.is_redraw)
+        for value in first.values
+    ):
         return _merged_graph(line, _Match({}, {}, ()), [*line.first, *line.second])
     match = _match_steps(line)
     return _merged_graph(line, match, _order(line, match))
-
-
-def _moves_generator(value: Value) -> bool:
-    is_draw = operators.draws(value) and not value.is_redraw
-    return is_draw or operators.is_rng_state(value.op)
 
 
 @final

@@ -90,7 +90,7 @@ def replace_refs(tree: Any, rename: Callable[[int], Any]) -> Any:
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Graph:
     """Values in an order in which they can be computed, the inputs first."""
 
@@ -99,7 +99,15 @@ class Graph:
     outputs: tuple[Ref | None, ...]  # what is returned; None stands for no value
 
     def __str__(self) -> str:
-        return "\n".join(_lines_of_graph(self))
+        inputs = [f"%{k}: {self.values[k].meta}" for k in range(self.num_inputs)]
+        lines = [f"program({', '.join(inputs)}):"]
+        for index in range(self.num_inputs, len(self.values)):
+            value = self.values[index]
+            arguments = [repr(argument) for argument in value.args]
+            arguments += [f"{key}={argument!r}" for key, argument in value.kwargs]
+            call = f"{operators.short_name(value.op)}({', '.join(arguments)})"
+            lines.append(f"  %{index} = {call}{comment(value)}")
+        return "\n".join([*lines, f"  return {', '.join(map(repr, self.outputs))}"])
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -109,17 +117,6 @@ class Graph:
             for value in self.values
             if value.op is not None and value.op is not operator.getitem
         )
-
-
-def _lines_of_graph(graph: Graph) -> Iterator[str]:
-    inputs = ", ".join(f"%{i}: {graph.values[i].meta}" for i in range(graph.num_inputs))
-    yield f"program({inputs}):"
-    for index, value in enumerate(graph.values[graph.num_inputs :], graph.num_inputs):
-        arguments = [repr(argument) for argument in value.args]
-        arguments += [f"{key}={argument!r}" for key, argument in value.kwargs]
-        name = operators.short_name(value.op)
-        yield f"  %{index} = {name}({', '.join(arguments)}){comment(value)}"
-    yield f"  return {', '.join(map(repr, graph.outputs))}"
 
 
 def comment(value: Value) -> str:

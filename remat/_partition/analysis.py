@@ -15,7 +15,7 @@ from remat import policies
 from remat._graph import operators
 from remat._graph.flops import step_flops
 from remat._graph.joint import Joint
-from remat._graph.meta import Meta, TensorMeta
+from remat._graph.meta import TensorMeta
 from remat._graph.numbering import value_numbers
 from remat._graph.values import Graph, Ref, roots
 from remat._torch import sizes
@@ -177,16 +177,12 @@ def _policy_value(graph: Graph, index: int, names: tuple[str, ...]) -> policies.
 def _taken(graph: Graph, tree: Any) -> Any:
     """An operator's arguments as a policy sees them."""
     if isinstance(tree, Ref):
-        return _operands_for_policy(graph.values[tree.index].meta)
+        return _taken(graph, graph.values[tree.index].meta)
+    if isinstance(tree, TensorMeta):
+        return policies.Operand(tree.hints, tree.dtype, tree.device)
     if isinstance(tree, (tuple, list)):
         return tuple(_taken(graph, item) for item in cast("list[Any]", tree))
     return sizes.hint(tree)
-
-
-def _operands_for_policy(meta: Meta) -> Any:
-    if isinstance(meta, TensorMeta):
-        return policies.Operand(meta.hints, meta.dtype, meta.device)
-    return None if meta is None else tuple(map(_operands_for_policy, meta))
 
 
 def bytes_of(graph: Graph, indices: Iterable[int]) -> int:

@@ -112,68 +112,52 @@ def model_of(
     certain = set(cut(analysis, members, joint.gradients).steps)
     steps = [index for index in whole if index not in certain]
     place = {index: k for k, index in enumerate(steps)}
-    saved_as = _saved_as(analysis, steps)
 
     def cost(index: int) -> int:
         return costs(graph, index) if is_recomputed(analysis, index) else 0
 
     wanted = starts(analysis, joint.gradients)
     wanted += [use for index in sorted(certain) for use in analysis.uses[index]]
-    items = [
-        Item(number, storages(analysis.views[number]))
-        for number in dict.fromkeys(saved_as.values())
-    ]
-    items = [item for item in items if item.storages]
-    item_of = {item.number: k for k, item in enumerate(items)}
+    # The saved value that can replace each step.
+    saved_as = {index: analysis.members.get(analysis.numbers[index]) for index in steps}
+    own = {each for each in members if analysis.roots[each] == each}
+    # The last view of matmul is saved instead of the product.
+    waiting = {product_of(graph.values, each): each for each in sorted(members)}
+    items: list[Item] = []
+    options: list[tuple[Option, ...]] = []
+    item_of: dict[int | None, int] = {}
+    for member in dict.fromkeys(saved_as.values()):
+        if member is None or member not in own:
+            continue
+        number, meta = analysis.numbers[member], graph.values[waiting[member]].meta
+        assert isinstance(meta, TensorMeta)
+        item = Item(number, storages(analysis.views[number]))
+        held = [storage.held(meta) for storage in item.storages]
+        if held:
+            item_of[member] = len(items)
+            items.append(item)
+            options.append(
+                tuple(Option(each.size_bytes, 2 * each.moved_bytes) for each in held)
+            )
     problem = Problem(
         steps=tuple(
             Step(
                 cost(index),
                 tuple(place[use] for use in analysis.uses[index] if use in place),
-                item_of.get(saved_as.get(index, -1)),
+                item_of.get(saved_as[index]),
             )
             for index in steps
         ),
         wanted=tuple(dict.fromkeys(place[use] for use in wanted if use in place)),
-        items=_options(analysis, items),
+        items=tuple(options),
         fixed_bytes=fixed_bytes(analysis),
         base_cost=sum(map(cost, certain)),
     )
     return Model(analysis, tuple(items), problem)
 
 
-def _saved_as(analysis: Analysis, steps: Sequence[int]) -> dict[int, int]:
-    """For a budget's model: the class of the saved value that can replace each step.
-
-    The last view of matmul is saved instead of the product.
-    """
-    members = _members_without_budget(analysis)
-    found: dict[int, int] = {}
-    for index in steps:
-        member = analysis.members.get(analysis.numbers[index])
-        if member in members and analysis.roots[member] == member:
-            found[index] = analysis.numbers[member]
-    return found
-
-
 def _members_without_budget(analysis: Analysis) -> frozenset[int]:
     return permitted_members(analysis, dict.fromkeys(analysis.views, Save()))
-
-
-def _options(
-    analysis: Analysis, items: Sequence[Item]
-) -> tuple[tuple[Option, ...], ...]:
-    """The bytes and the cost of each way in which each item may wait."""
-    values = analysis.joint.graph.values
-    members = sorted(_members_without_budget(analysis))
-    saved = {product_of(values, member): member for member in members}
-    options: list[tuple[Option, ...]] = []
-    for item in items:
-        meta = values[saved[analysis.members[item.number]]].meta
-        assert isinstance(meta, TensorMeta)
-        ways = [storage.held(meta) for storage in item.storages]
-        options.append(tuple(Option(w.size_bytes, 2 * w.moved_bytes) for w in ways))
-    return tuple(options)
 
 
 def fixed_bytes(analysis: Analysis) -> int:

@@ -6,14 +6,11 @@ runs only what the walk met (law 3). Views are never saved: the walk goes on to 
 """
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import final
 
 import torch
 
-from remat._graph import operators
-from remat._graph.joint import Joint
 from remat._graph.values import Ref, Value
 from remat._partition.analysis import Analysis, Decisions
 
@@ -100,15 +97,3 @@ def starts(analysis: Analysis, wanted: Sequence[Ref | None]) -> list[int]:
     """Where the walk starts: the wanted gradients, and checks that raise."""
     found = [ref.index for ref in wanted if ref is not None]
     return [*found, *analysis.checks] if found else []
-
-
-def recomputed(found: Cut, joint: Joint) -> tuple[str, ...]:
-    """The operators of the forward that the backward runs again, views left out."""
-    values = joint.graph.values
-    return tuple(
-        operators.short_name(values[index].op)
-        for index in found.steps
-        if not values[index].is_backward
-        and values[index].op is not operator.getitem
-        and operators.viewed(values[index]) is None
-    )

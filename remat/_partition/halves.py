@@ -25,13 +25,20 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
     one of them in place. With the graph comes which outputs are views of something that nothing
     else holds: they must be returned as plain tensors, which the caller may change in place.
     """
-    graph = _ranked(joint.graph)
+    ranks = itertools.count()
+    values = [
+        value
+        if value.op is None or value.is_backward
+        else dataclasses.replace(value, rank=next(ranks))
+        for value in joint.graph.values
+    ]
     effects = [
         index
-        for index, value in enumerate(graph.values)
+        for index, value in enumerate(values)
         if not value.is_backward and has_effect(value)
     ]
-    graph, outputs = _with_cloned_outputs(graph, joint.outputs)
+    outputs = _clone_shared(joint, values)
+    graph = dataclasses.replace(joint.graph, values=tuple(values))
     held = (*(new for _, new in joint.mutations), *(Ref(index) for index in saved))
     graph = dataclasses.replace(graph, outputs=(*outputs, *held, *joint.states))
     owners = roots(graph)
@@ -44,26 +51,12 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
     return check(prune(graph, effects, joint.num_operands)), untracked
 
 
-def _ranked(graph: Graph) -> Graph:
-    """The graph to be halved, whose forward values say which they are."""
-    ranks = itertools.count()
-    values = [
-        value
-        if value.op is None or value.is_backward
-        else dataclasses.replace(value, rank=next(ranks))
-        for value in graph.values
-    ]
-    return dataclasses.replace(graph, values=tuple(values))
-
-
-def _with_cloned_outputs(
-    graph: Graph, outputs: tuple[Ref, ...]
-) -> tuple[Graph, tuple[Ref, ...]]:
-    owners = roots(graph)
-    values = list(graph.values)
+def _clone_shared(joint: Joint, values: list[Value]) -> list[Ref]:
+    """The outputs, with a step added for each that shares storage with an earlier one."""
+    owners = roots(joint.graph)
     seen: dict[int, int | None] = {}
     cloned: list[Ref] = []
-    for ref in outputs:
+    for ref in joint.outputs:
         owner, value = owners[ref.index], values[ref.index]
         # The outputs of one split, chunk or unbind do not overlap.
         split = value.args[0].index if value.op is operator.getitem else None
@@ -73,7 +66,7 @@ def _with_cloned_outputs(
             values.append(dataclasses.replace(value, op=_CLONE, args=(ref,), kwargs=()))
             ref = Ref(len(values) - 1)
         cloned.append(ref)
-    return dataclasses.replace(graph, values=tuple(values)), tuple(cloned)
+    return cloned
 
 
 def backward_graph(

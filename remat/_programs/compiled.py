@@ -6,14 +6,14 @@ each call already. It fuses and reorders, so that numbers agree to rounding and 
 
 import operator
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from remat._graph import operators
 from remat._graph.meta import TensorMeta
-from remat._graph.values import Graph, Value, replace_refs
+from remat._graph.values import Graph, replace_refs
 from remat._programs.interpreted import overhead_dominates
 from remat._torch import levels, runners, schemas, tracer
 from remat._torch.taking_functions import Applied
@@ -24,33 +24,27 @@ _FOR_CPP = 16
 
 def can_compile(graph: Graph) -> bool:
     """Whether a compiler may run a graph: it has data, and no effect but its outputs."""
-    return not any(map(_is_for_eager, graph.values))
-
-
-def _is_for_eager(value: Value) -> bool:
-    """Whether a step is not for a compiler: it does more than to compute, or computes nothing."""
-    is_meta = isinstance(value.meta, TensorMeta) and value.meta.device.type == "meta"
-    return (
-        is_meta
+    return not any(
+        (isinstance(value.meta, TensorMeta) and value.meta.device.type == "meta")
         or isinstance(value.op, Applied)
         or operators.draws(value)
         or operators.is_check(value.op)
         or operators.is_rng_state(value.op)
         or schemas.needs_grad_mode(value.op)
+        for value in graph.values
     )
 
 
-@final
-class Compiled:
-    """A graph that is compiled when it is first run, for the tensors that it then gets."""
+def function_of(graph: Graph) -> Callable[[list[Tensor]], list[Any]]:
+    """The graph as a function that empties its list; no gradient is recorded.
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._function: Callable[..., list[Any]] | None = None
+    It is compiled when it is first run, for the tensors that it then gets.
+    """
+    compiled: list[Callable[..., list[Any]]] = []
 
-    def __call__(self, inputs: list[Tensor]) -> list[Any]:
-        """The outputs for these inputs, whose list it empties; no gradient is recorded."""
-        if self._function is None:
+    def run(inputs: list[Tensor]) -> list[Any]:
+        if not compiled:
+            is_small = overhead_dominates(graph, fewest_steps=_FOR_CPP)
             # Inductor's own state is shared by all threads.
             with (
                 tracer.one_trace_at_a_time(),
@@ -58,14 +52,11 @@ class Compiled:
                 torch.no_grad(),
             ):
                 like = [tensor.detach() for tensor in inputs]
-                self._function = runners.inductor(
-                    exported(self._graph),
-                    like,
-                    wrapper_in_cpp=overhead_dominates(
-                        self._graph, fewest_steps=_FOR_CPP
-                    ),
-                )
-        return list(self._function(inputs))
+                made = runners.inductor(exported(graph), like, wrapper_in_cpp=is_small)
+            compiled.append(made)
+        return list(compiled[0](inputs))
+
+    return run
 
 
 def exported(graph: Graph) -> fx.GraphModule:

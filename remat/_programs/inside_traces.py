@@ -58,7 +58,10 @@ def _run_inside_trace(value: Value, env: dict[int, Any]) -> Any:
     elif operators.draws(value):
         out = _draw(value, args, dict(kwargs))
     elif value.op is device_states.STATE:
-        out = _state_around(*args)
+        # In the outer trace it may be that of a tracker.
+        stream = streams.current(*args)
+        is_own = stream in ("", streams.UNKNOWN)
+        out = device_states.STATE(*args) if is_own else streams.STATE(stream)
     else:
         out = _run(value.op, args, dict(kwargs))
     note = importing.Note(
@@ -91,13 +94,6 @@ def _stream_around(value: Value) -> str | None:
     if not value.stream:
         return None
     return streams.take_inside(value.stream, device_of(value.meta))
-
-
-def _state_around(device: torch.device) -> torch.Tensor:
-    """The state of a generator, which may be that of a tracker in the outer trace."""
-    stream = streams.current(device)
-    is_own = stream in ("", streams.UNKNOWN)
-    return device_states.STATE(device) if is_own else streams.STATE(stream)
 
 
 def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

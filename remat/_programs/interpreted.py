@@ -111,20 +111,12 @@ def _written(graph: Graph) -> tuple[Callable[..., list[Any]], list[Tensor]]:
         if value.op is operator.getitem:
             maker, place = value.args
             made[index] = [made[maker.index][place]]
-        else:
-            made[index] = _interpret_step(steps, value, made)
+            continue
+        op: Any = value.op
+        args, kwargs = replace_refs((value.args, value.kwargs), lambda k: made[k][0])
+        outputs = steps.call(op, operators.arguments(op, tuple(args), dict(kwargs)))
+        if isinstance(value.meta, tuple) and len(outputs) == 1:
+            outputs = steps.unpack(outputs[0], len(value.meta))
+        made[index] = outputs
     outputs = [made[ref.index][0] for ref in graph.outputs if ref is not None]
     return steps.function(outputs), [graph.values[index].args[0] for index in fixed]
-
-
-def _interpret_step(
-    steps: runners.Interpreted, value: Value, made: dict[int, list[Any]]
-) -> list[Any]:
-    op: Any = value.op
-    args, kwargs = replace_refs(
-        (value.args, value.kwargs), lambda index: made[index][0]
-    )
-    outputs = steps.call(op, operators.arguments(op, tuple(args), dict(kwargs)))
-    if isinstance(value.meta, tuple) and len(outputs) == 1:
-        return steps.unpack(outputs[0], len(value.meta))
-    return outputs

@@ -153,7 +153,7 @@ class Program:
     def _short(self) -> Callable[[list[Tensor]], list[Any]]:
         """The program as it runs fastest, if no mode listens for single operators."""
         if self.is_compiled:
-            return compiled.Compiled(self.graph)
+            return compiled.function_of(self.graph)
         folded = fold(self.graph)
         if interpreted.overhead_dominates(folded, fewest_steps=_FOR_INTERPRETER):
             return interpreted.function_of(folded) or self._compiled(folded)

@@ -38,7 +38,24 @@ class Verification:
         rows = zip(self.labels, self.is_exact, saved, again, strict=True)
         for name, is_exact, first, second in rows:
             if is_exact and not same_bits(first, second):
-                raise _differs(name, first, second)
+                different = first != second
+                count = int(different.sum())
+                place = (
+                    int(different.flatten().to(torch.uint8).argmax()) if count else 0
+                )
+                was, now = (each.flatten()[place].item() for each in (first, second))
+                raise refusal(
+                    RecomputationError,
+                    where=name,
+                    what=f"the recomputation differs from the forward in {count} of "
+                    f"{first.numel()} elements, first in element {place}: {was!r} was "
+                    f"saved, {now!r} is recomputed.",
+                    why="A tensor that the region reads was changed where autograd does not "
+                    "see it (through .data, or under no_grad in a custom operator), or the "
+                    "operator is not deterministic.",
+                    do="Change tensors in place only after backward(), and see "
+                    "torch.use_deterministic_algorithms.",
+                )
 
 
 def verification(
@@ -50,23 +67,3 @@ def verification(
     graph = backward_graph(analysis.joint, found, saved, wanted)
     labels = tuple(label(analysis.joint.graph, index) for index in saved)
     return Verification(Program(graph, "verification"), labels, tuple(is_exact))
-
-
-def _differs(name: str, first: Tensor, second: Tensor) -> RecomputationError:
-    different = int((first != second).sum())
-    place = (
-        int((first != second).flatten().to(torch.uint8).argmax()) if different else 0
-    )
-    values = first.flatten()[place].item(), second.flatten()[place].item()
-    return refusal(
-        RecomputationError,
-        where=name,
-        what=f"the recomputation differs from the forward in {different} of "
-        f"{first.numel()} elements, first in element {place}: {values[0]!r} was "
-        f"saved, {values[1]!r} is recomputed.",
-        why="A tensor that the region reads was changed where autograd does not "
-        "see it (through .data, or under no_grad in a custom operator), or the "
-        "operator is not deterministic.",
-        do="Change tensors in place only after backward(), and see "
-        "torch.use_deterministic_algorithms.",
-    )

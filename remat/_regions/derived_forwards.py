@@ -21,9 +21,8 @@ from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._programs.verification import verification
 from remat._regions.forwards import Forward
+from remat._regions.functions import Batch, Function, mapped_first
 from remat._regions.protocol import Asked
-from remat._regions.retraceable import Function
-from remat._regions.transforms import Batch, mapped_first
 from remat._torch import levels
 from remat._tracing.trace import record
 from remat.storage import AbstractStorage
@@ -97,14 +96,13 @@ def backward_given(
         ),
         placements=spread if is_spread else None,
     )
-    return DerivedForward(forward, views, _origins(kept))
-
-
-def _origins(kept: Kept) -> Graph | None:
-    """A program that recomputes what is saved, except values that their storage rounds."""
-    pairs = zip(kept.saved, kept.storages, strict=True)
-    wanted = [Ref(index) if each.is_exact else None for index, each in pairs]
-    return _recomputing(kept, wanted, is_cut=False) if any(wanted) else None
+    # Recomputes what is saved, except values that their storage rounds.
+    exact = [
+        Ref(index) if each else None
+        for index, each in zip(kept.saved, is_exact, strict=True)
+    ]
+    origins = _recomputing(kept, exact, is_cut=False) if any(exact) else None
+    return DerivedForward(forward, views, origins)
 
 
 def _recomputing(kept: Kept, wanted: Sequence[Ref | None], *, is_cut: bool) -> Graph:
@@ -221,7 +219,11 @@ def _found_again(
     Raises:
         RecomputationError: if the forwards of the two traces differ.
     """
-    if _forward_operators(first) != _forward_operators(again):
+    ops, ops_again = (
+        [each.joint.graph.values[index].op for index in each.forward]
+        for each in (first, again)
+    )
+    if ops != ops_again:
         raise refusal(
             RecomputationError,
             where="a region's backward",
@@ -233,8 +235,3 @@ def _found_again(
         )
     place = {index: rank for rank, index in enumerate(first.forward)}
     return tuple(again.forward[place[index]] for index in saved)
-
-
-def _forward_operators(analysis: Analysis) -> list[Any]:
-    values = analysis.joint.graph.values
-    return [values[index].op for index in analysis.forward]

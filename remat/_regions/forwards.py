@@ -1,24 +1,39 @@
-"""A region's forward: one program that runs below every transform, and its results."""
+"""A region's forward: one program that runs below every transform, and its results.
+
+What a function returned may be an output of its region, a view of one or of an argument, or
+either without its gradient: it is made from these anew, so that it shares their storage. The
+fast path is a forward that is one program, and the backwards that have followed it: nearly
+every backward of a region is like an earlier one, which takes less time to recognize than to
+look up by what is asked.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
-from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, TypeVar, final
 
 from torch import Tensor
 
 from remat._errors import NotReplicatedError
-from remat._graph.joint import Joint
+from remat._graph.joint import Joint, View
 from remat._graph.meta import TensorMeta
-from remat._programs.program import Program
+from remat._graph.values import Graph
+from remat._programs.program import Program, Quiet
 from remat._programs.verification import Verification
-from remat._regions.waiting import resumed, wait
+from remat._regions.waiting import resume_differentiably, resumed, wait
 from remat._switches.numerics import Numerics
 from remat._torch import autograd, dtensor
 from remat.storage import AbstractStorage, Place
+
+_T = TypeVar("_T")
+
+# The last block of a stack gets the cotangent of the loss, which is often an expanded number.
+# The first block computes no gradient for its input. Others are alike.
+_MOST_KNOWN = 4
 
 
 class Results(NamedTuple):
@@ -94,20 +109,13 @@ class Count:
 
 @final
 class Calls:
-    """Numbers the calls of a function in which something was stored, over all its traces.
-
-    Attributes:
-        inputs: those in which inputs were.
-        saved: those in which saved values were.
-        are_like_outputs: whether all cotangents were laid out as the function's outputs;
-            None before its first backward.
-    """
-
-    __slots__ = ("are_like_outputs", "inputs", "saved")
+    """Numbers the calls of a function in which something was stored, over all its traces."""
 
     def __init__(self) -> None:
-        self.inputs = Count()
-        self.saved = Count()
+        self.inputs = Count()  # those in which inputs were
+        self.saved = Count()  # those in which saved values were
+        # Whether all cotangents were laid out as the function's outputs; None before its
+        # first backward.
         self.are_like_outputs: bool | None = None
 
     def note(self, is_like_outputs: bool) -> None:
@@ -209,3 +217,89 @@ def placements_of(
     found = (*joint.placements, *written)
     each = (*found, *(meta.placement for meta in operands))
     return None if all(placement is None for placement in each) else found
+
+
+def make_views(
+    views: Sequence[View], outputs: Sequence[Tensor], operands: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """What is returned, each from the tensor that it is or shares its storage with."""
+    return [_make_view(view, outputs, operands) for view in views]
+
+
+def _make_view(
+    view: View, outputs: Sequence[Tensor], operands: Sequence[Tensor]
+) -> Tensor | None:
+    if view.output is not None:
+        tensor = outputs[view.output]
+    elif view.operand is not None:
+        tensor = resume_differentiably(operands[view.operand])
+    else:
+        return None
+    if view.is_cut or (view.is_detached and tensor.requires_grad):
+        tensor = tensor.detach()
+    if view.path is not None:
+        (tensor,) = _view_program(view.path).with_gradient((tensor,))
+    return tensor
+
+
+@functools.lru_cache(maxsize=1024)
+def _view_program(path: Graph) -> Program:
+    return Program(path, "view")
+
+
+class Followed(NamedTuple):
+    """A backward that followed a forward on the fast path, plainly or under one level."""
+
+    #: Whether cotangents have the metadata of those that it was for; where these were plain,
+    #: it fails under every transform and dispatch mode.
+    check: Callable[..., bool]
+    wanted: tuple[bool, ...]  # whose gradients it gave, as autograd says it
+    same_thread: Callable[[], bool]  # whether the switches are those that were in force
+    region: Any  # that of the gradients
+    path: FastPath  # its program
+    numerics: Numerics  # the switches
+
+
+class Mapped(NamedTuple):
+    """The program of a forward under one level of vmap."""
+
+    #: The mapped dimension of each tensor that it takes, None where it has none.
+    dims: tuple[int | None, ...]
+    size: int  # of that dimension
+    #: Whether physical tensors have the metadata of those that it was made for.
+    check: Callable[..., bool]
+    quiet: Quiet  # the program
+    #: The mapped dimension of each tensor that it gives.
+    out_dims: tuple[int | None, ...]
+
+
+@final
+@dataclasses.dataclass(slots=True, eq=False)
+class FastPath:
+    """A forward that is one program, and the backwards that followed it."""
+
+    quiet: Quiet  # the program
+    numerics: Numerics  # the switches under which it runs
+    #: Outputs that autograd must not take for views of something.
+    untracked: tuple[int, ...]
+    num_outputs: int  # how many of what it gives are the outputs
+    num_kept: int  # how many are these or saved values
+    num_states: int  # how many are generator states: the rest
+    #: How what is returned is made; None where the outputs are it.
+    views: tuple[View, ...] | None
+    followed: tuple[Followed, ...] = ()  # the latest backwards of each kind
+    followed_at_level: tuple[Followed, ...] = ()  # under one level of torch.func
+    mapped: tuple[Mapped, ...] = ()  # the latest mapped programs
+
+    @classmethod
+    def of(cls, forward: Forward, views: tuple[View, ...] | None = None) -> FastPath:
+        """That of a forward which is one program."""
+        count, _, num_saved, num_states = forward.shape
+        kept, quiet = count + num_saved, forward.program.quiet
+        shape = (forward.untracked, count, kept, num_states)
+        return cls(quiet, forward.numerics, *shape, views)
+
+
+def latest(known: _T, others: tuple[_T, ...]) -> tuple[_T, ...]:
+    """What is known now, the oldest of which goes when there are many."""
+    return (known, *others[: _MOST_KNOWN - 1])

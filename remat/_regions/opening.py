@@ -18,8 +18,8 @@ from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.derived_forwards import DerivedForward, outputs_alone
 from remat._regions.forwards import Forward
+from remat._regions.functions import Function, Roots, if_derivable
 from remat._regions.protocol import Call, Opened
-from remat._regions.retraceable import Function, Roots
 from remat._regions.tangents import moved_outputs
 from remat._torch import autograd, levels, schemas
 
@@ -45,15 +45,14 @@ def is_differentiated_alike(
     if joint.is_custom or has_regions or joint.mutations or joint.states:
         return False
     program = function.of_program(forward_graph(joint, ())[0])
-    try:
-        again, *_ = program.traced(roots, operands, (), cotangents=joint.layout)
-    except RuntimeError as error:
-        if not autograd.has_no_formula(error):
-            raise
+    again = if_derivable(
+        lambda: program.traced(roots, operands, (), cotangents=joint.layout)
+    )
+    if again is None:
         return False
     own, of_program = (
         dataclasses.replace(each.graph, outputs=each.gradients)
-        for each in (joint, again)
+        for each in (joint, again[0])
     )
     return same_outputs(own, of_program)
 

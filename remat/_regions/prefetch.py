@@ -34,15 +34,11 @@ class Awaited(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What is under way on a thread.
-
-    Attributes:
-        task: the run of autograd to which it belongs.
-        flights: the restorations, by what they restore.
-    """
+    """What is under way on a thread."""
 
     def __init__(self) -> None:
-        self.task = -1
+        self.task = -1  # the run of autograd to which it belongs
+        # The restorations, by what they restore.
         self.flights: dict[tuple[int, ...], Restoration] = {}
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -14,10 +14,8 @@ from remat._graph.joint import View
 from remat._graph.meta import Layout, TensorMeta, whole_layout
 from remat._partition.stages import Stages
 from remat._programs.program import Program
-from remat._regions.fast_path import FastPath
-from remat._regions.forwards import Calls, Forward, Results
-from remat._regions.retraceable import Roots
-from remat._regions.transforms import Batch
+from remat._regions.forwards import Calls, FastPath, Forward, Results
+from remat._regions.functions import Batch, Roots
 from remat._switches.numerics import Numerics
 from remat.policies import AbstractPolicy
 from remat.storage import AbstractStorage
@@ -188,20 +186,7 @@ class WithoutProgram:
         """False: which operands the outputs depend on is known before a run."""
         return False
 
-    def one_program(self, roots: Roots) -> None:
-        """None, like what follows: it takes a program."""
-        return
+    def one_program(self, *asked: Any, **options: Any) -> None:
+        """None: it takes a program. Outputs and tangents come from two separate runs."""
 
-    def fast_path(self, roots: Roots, numerics: Numerics) -> None:
-        """See `one_program`."""
-        return
-
-    def opened(
-        self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
-    ) -> None:
-        """See `one_program`."""
-        return
-
-    def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> None:
-        """See `one_program`: the outputs and their tangents come from two separate runs."""
-        return
+    fast_path = opened = pushed = one_program

@@ -10,6 +10,7 @@ forward saved. Its backward binds the region of the gradients, so that the trans
 are active when a backward runs apply to it too.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -19,11 +20,10 @@ from torch import Tensor
 from remat._errors import refusal
 from remat._graph.meta import TensorMeta, layout_of
 from remat._regions import out_of_memory, prefetch
-from remat._regions.fast_path import FastPath, Followed, latest
-from remat._regions.forwards import Results
+from remat._regions.forwards import FastPath, Followed, Results, latest, make_views
+from remat._regions.functions import Batch
 from remat._regions.opening import opened_for
 from remat._regions.protocol import Asked, Call, Opened, Region
-from remat._regions.returned_views import make_views
 from remat._regions.run_backward import (
     by_operand,
     connected_below,
@@ -34,7 +34,6 @@ from remat._regions.run_backward import (
     second_derivative,
 )
 from remat._regions.tangents import dual, primal_of, unpack_dual, unpacked
-from remat._regions.transforms import Batch
 from remat._regions.waiting import joints_of, store_inputs
 from remat._switches import blocks
 from remat._switches.numerics import Numerics
@@ -336,18 +335,16 @@ def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 @final
+@dataclasses.dataclass(slots=True, eq=False)
 class _Recording:
     """Carries a call into an `autograd.Function`, and its other results out of it."""
 
-    __slots__ = ("call", "interpreter", "leading", "operands", "results")
-
-    def __init__(self, call: Call, leading: Sequence[Tensor], interpreter: Any) -> None:
-        self.call = call
-        self.leading = leading
-        self.interpreter = interpreter
-        # The operands as the forward reads them: neither stored nor detached.
-        self.operands: Sequence[Tensor] = ()
-        self.results: Results | None = None
+    call: Call
+    leading: Sequence[Tensor]
+    interpreter: Any
+    #: The operands as the forward reads them: neither stored nor detached.
+    operands: Sequence[Tensor] = ()
+    results: Results | None = None
 
     def run(self, operands: Sequence[Tensor]) -> Results:
         """Runs the forward below the function's level."""
@@ -388,22 +385,21 @@ class _Recording:
 
 @dynamo.unseen_by_dynamo
 def _forward(ctx: Any, recording: _Recording, *operands: Tensor) -> tuple[Tensor, ...]:
-    call = recording.call
+    call, interpreter = recording.call, recording.interpreter
     try:
         results = recording.results or recording.run(operands)
     except RuntimeError as error:
         if call.region.keeps:  # a backward adds its own note
-            out_of_memory.note(error, "forward", call, _made_by(operands))
+            nodes = [operand.grad_fn for operand in operands]
+            out_of_memory.note(error, "forward", call, nodes)
         raise
+    level = 0 if interpreter is None else interpreter.level()
     outputs = results.outputs
-    if recording.interpreter is not None:
-        level = recording.interpreter.level()
+    if interpreter is not None:
         outputs = [levels.wrap_at(tensor, level) for tensor in outputs]
     own = results.saved if call.region.keeps else ()
     kept = () if call.is_last else (*own, *operands)
-    ctx.call = call
-    interpreter = recording.interpreter
-    ctx.level = 0 if interpreter is None else interpreter.level()
+    ctx.call, ctx.level = call, level
     ctx.is_first_order = _wants_first_order()
     ctx.num_states = len(results.states)
     ctx.waiting = joints_of(kept)
@@ -412,7 +408,7 @@ def _forward(ctx: Any, recording: _Recording, *operands: Tensor) -> tuple[Tensor
     ctx.versions = () if is_own else levels.versions_below(kept)
     ctx.save_for_backward(*kept, *(() if call.is_last else results.states))
     ctx.set_materialize_grads(False)
-    if recording.interpreter is None and dual_level_is_active():
+    if interpreter is None and dual_level_is_active():
         flows = results.flows or (True,) * len(outputs)
         ctx.for_jvp = (call, operands, results.states, flows)
     if results.flows is not None:
@@ -425,11 +421,6 @@ def _forward(ctx: Any, recording: _Recording, *operands: Tensor) -> tuple[Tensor
 def _wants_first_order() -> bool:
     """Whether second derivatives are refused; never in a trace, which serves later calls."""
     return blocks.is_first_order() and not tracer.proxy_is_active()
-
-
-def _made_by(operands: Sequence[Tensor]) -> list[Any]:
-    """The nodes of autograd behind some tensors."""
-    return [operand.grad_fn for operand in operands]
 
 
 @dynamo.unseen_by_dynamo
@@ -515,7 +506,7 @@ def _forward_fast(ctx: Any, call: Call, *operands: Tensor) -> tuple[Tensor, ...]
         with around():
             found = run([*operands])
     except RuntimeError as error:
-        out_of_memory.note(error, "forward", call, _made_by(operands))
+        out_of_memory.note(error, "forward", call, [each.grad_fn for each in operands])
         raise
     first, last = fast_path.num_outputs, fast_path.num_kept
     ctx.save_for_backward(*found[first:last], *operands, *found[last:])
@@ -543,30 +534,42 @@ def _gradients_fast(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None
                 explain_failure(error, ctx)
                 raise
             return by_operand(wanted, found) if False in wanted[1:] else (None, *found)
-    return _gradients_looked_up(ctx, cotangents)
+    ctx.is_first_order, ctx.num_states = ctx.call.is_first_order, fast_path.num_states
+    ctx.level, ctx.versions = 0, ()  # autograd itself finds changed tensors here
+    return gradients_looked_up(ctx, cotangents)
 
 
-def _gradients_looked_up(
+def gradients_looked_up(
     ctx: Any, cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The same for a backward unlike all before; it is remembered for the next one."""
+    """The gradients by a backward unlike all before; it is remembered for the next one."""
     fast_path: FastPath = ctx.call.fast_path
-    ctx.is_first_order, ctx.num_states = ctx.call.is_first_order, fast_path.num_states
-    ctx.level = 0
-    ctx.versions = ()  # autograd itself finds changed tensors here
     numerics = Numerics.current()
     derived = pulled_back(ctx, cotangents)
-    is_recorded = torch.is_grad_enabled() or not guards.is_quiet()
-    # Tracing may have run code of the user that sets a switch and leaves it set.
-    is_as_asked = not is_recorded and Numerics.current() == numerics
     present = [each for each in cotangents if each is not None]
-    is_plain = len(present) == len(cotangents) and all(map(guards.is_plain, present))
     forward = derived.one_program(ctx.call.roots)
-    if derived.program is not None and forward and is_as_asked and is_plain:
-        pulled = derived, forward
-        known = Followed.of(ctx.needs_input_grad, present, pulled, numerics)
-        fast_path.followed = latest(known, fast_path.followed)
+    # Tracing may have run code of the user that sets a switch and leaves it set.
+    is_as_asked = Numerics.current() == numerics and len(present) == len(cotangents)
+    if forward is not None and is_as_asked and _is_alone(ctx, derived, present):
+        known = Followed(
+            *(guards.tensor_guard(present), ctx.needs_input_grad),
+            *(guards.thread_guard(), derived, FastPath.of(forward), numerics),
+        )
+        if ctx.level:
+            fast_path.followed_at_level = latest(known, fast_path.followed_at_level)
+        else:
+            fast_path.followed = latest(known, fast_path.followed)
     return node_gradients(ctx, derived, cotangents)
+
+
+def _is_alone(ctx: Any, derived: Region, cotangents: Sequence[Tensor]) -> bool:
+    """Whether a backward is its program alone, for cotangents that a guard tells apart."""
+    if ctx.level:
+        is_more = ctx.is_first_order or derived.views
+        return not is_more and all(map(guards.is_told_by_wrapper, cotangents))
+    is_recorded = torch.is_grad_enabled() or not guards.is_quiet()
+    is_alone = derived.program is not None and not is_recorded
+    return is_alone and all(map(guards.is_plain, cotangents))
 
 
 class _FastPathFunction(torch.autograd.Function):

@@ -16,13 +16,11 @@ from torch import Tensor
 from remat._graph.meta import TensorMeta
 from remat._programs.program import Quiet
 from remat._regions import out_of_memory
-from remat._regions.fast_path import FastPath, Followed, Mapped, latest
+from remat._regions.forwards import FastPath, Followed, Mapped, latest, make_views
+from remat._regions.functions import Batch
 from remat._regions.protocol import Call
-from remat._regions.returned_views import make_views
-from remat._regions.rules import node_gradients, pulled_back
+from remat._regions.rules import gradients_looked_up
 from remat._regions.run_backward import by_operand
-from remat._regions.transforms import Batch
-from remat._switches.numerics import Numerics
 from remat._torch import autograd, dynamo, guards, levels
 
 
@@ -60,23 +58,17 @@ def _run_at(
     assert path is not None, "the call needs more than one program"
     wrapped = levels.all_wrapped_at(operands, level)
     below = [*leading, *map(levels.unwrap_at, wrapped, repeat(level))]
-    run = _Run(call, level, path.quiet, below, None)
+    quiet, mapped = path.quiet, None
     if vmap is not None:
-        size, batch_level = vmap.batch_size(), vmap.level()
-        physical, dims = levels.unwrap_batched(below, batch_level)
+        below, dims = levels.unwrap_batched(below, vmap.level())
         if dims.count(None) < len(dims):
-            mapped = _mapped_program(
-                call, Batch(size, vmap.randomness(), dims, ()), physical
-            )
-            if mapped is None:
+            batch = Batch(vmap.batch_size(), vmap.randomness(), dims, ())
+            program = _mapped_program(call, batch, below)
+            if program is None:
                 return None
-            run = _Run(
-                call, level, mapped.quiet, physical, (batch_level, mapped.out_dims)
-            )
-        else:
-            run = run._replace(physical=physical)
+            quiet, mapped = program.quiet, (vmap.level(), program.out_dims)
     with levels.enable_single_level():
-        return _apply(run, *wrapped)
+        return _apply(_Run(call, level, quiet, below, mapped), *wrapped)
 
 
 def _mapped_program(
@@ -147,7 +139,7 @@ def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...
                 if gradients is None:
                     break
                 return by_operand(wanted, gradients)
-    return _looked_up(ctx, cotangents)
+    return gradients_looked_up(ctx, cotangents)
 
 
 def _again(
@@ -176,24 +168,6 @@ def _again(
         (*kept[own:], *cotangents),
         found,
     )
-
-
-def _looked_up(
-    ctx: Any, cotangents: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """The same by the long way; what it finds is remembered."""
-    path, roots = ctx.call.fast_path, ctx.call.roots
-    numerics = Numerics.current()
-    region = pulled_back(ctx, cotangents)
-    present = [each for each in cotangents if each is not None]
-    is_alike = len(present) == len(cotangents) and Numerics.current() == numerics
-    is_told = is_alike and all(map(guards.is_told_by_wrapper, present))
-    forward = region.one_program(roots)
-    if forward is not None and is_told and not ctx.is_first_order and not region.views:
-        pulled = region, forward
-        known = Followed.of(ctx.needs_input_grad, present, pulled, numerics)
-        path.followed_at_level = latest(known, path.followed_at_level)
-    return node_gradients(ctx, region, cotangents)
 
 
 class _ShortFunction(levels.SingleLevelFunction):

@@ -21,10 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping
-from types import MappingProxyType
 from typing import Any, TypeVar, cast, final
-
-from torch import Tensor
 
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta, is_open, without_symbols
@@ -42,8 +39,17 @@ from remat._regions.derived_forwards import (
     require_parts,
     state_metas,
 )
-from remat._regions.fast_path import FastPath
-from remat._regions.forwards import Calls, Forward, placements_of
+from remat._regions.forwards import Calls, FastPath, Forward, placements_of
+from remat._regions.functions import (
+    Batch,
+    Function,
+    Pull,
+    Roots,
+    if_derivable,
+    mapped,
+    pullback,
+    pushforward,
+)
 from remat._regions.opening import (
     is_differentiated_alike,
     may_read_constants,
@@ -53,18 +59,8 @@ from remat._regions.opening import (
     unmapped_outputs,
 )
 from remat._regions.protocol import Asked, Batched, Opened, Pushed
-from remat._regions.retraceable import Function, Roots
 from remat._regions.tangents import moved_outputs, push, tangent_metas
-from remat._regions.transforms import (
-    Batch,
-    Pull,
-    mapped,
-    pullback,
-    pushforward,
-    with_pushforward,
-)
 from remat._switches.numerics import Numerics
-from remat._torch import autograd
 from remat.policies import AbstractPolicy, nothing_saveable
 from remat.policies._planned import for_derived
 from remat.storage import AbstractStorage, Keep
@@ -91,21 +87,13 @@ def _once(make: _Make) -> _Make:
 
 
 @final
+@dataclasses.dataclass(eq=False, repr=False)
 class TracedRegion:
     """One function at one signature; see the module's docstring.
 
     Attributes:
-        function: what the region computes.
-        operands: the metadata of what it takes.
-        policy: what its backward may find saved.
-        policy_above: that of the region that its forward was made from, or its own.
+        policy_above: the policy of the region that its forward was made from, or its own.
         given: its forward, if it was made from another region's program; else None.
-        states: which operands are generator states for its draws, in order.
-        verify: whether the backward compares saved values with recomputed ones.
-        inputs: the operands that do not wait as they are, and their storages.
-        calls: numbers the calls of the function; those of its derivatives too.
-        made_from: the region whose program its forward was made from; None if none was.
-        is_opened: whether it is that region's program itself.
         opened_late: the region to take instead if its own program, not traced yet, lacks a
             derivative.
         is_derivative: whether reports call it the derivative of the function.
@@ -117,53 +105,49 @@ class TracedRegion:
         chosen: which of the tensors that the function returns are the outputs.
         every_view: how each returned tensor is made from the outputs and operands.
         views: the same; None if the outputs are what is returned.
-        program: the forward's program, if a call under the switches that it was derived for
-            is one run of it; else None.
         held_apart: what waits for its backward outside of autograd: nothing.
         runs_first: whether only a run tells what the outputs depend on: here the trace does.
         is_open: whether a size of an operand is a symbol of a running trace.
         derived: what was made of it so far, by what makes it and what was asked.
     """
 
-    held_apart: tuple[Tensor, ...] = ()
-    runs_first: bool = False
+    function: Function  # what the region computes
+    operands: tuple[TensorMeta, ...]  # the metadata of what it takes
+    policy: AbstractPolicy  # what its backward may find saved
+    #: What is known of it: all stages, a given forward, or a trace, which may lack a backward.
+    origin: Stages | DerivedForward | tuple[Joint, ...]
+    _: dataclasses.KW_ONLY
+    #: Which operands are generator states for its draws, in order.
+    states: tuple[int, ...] = ()
+    verify: bool = (
+        False  # whether the backward compares saved values with recomputed ones
+    )
+    #: The operands that do not wait as they are, and their storages.
+    inputs: Mapping[int, AbstractStorage] = dataclasses.field(
+        default_factory=dict[int, AbstractStorage]
+    )
+    #: Numbers the calls of the function; those of its derivatives too.
+    calls: Calls = dataclasses.field(default_factory=Calls)
+    #: The forward's program, if a call under the switches that it was derived for is one run
+    #: of it; else None.
+    program: Program | None = None
+    #: The region whose program its forward was made from; None if none was.
+    made_from: TracedRegion | None = None
+    is_opened: bool = False  # whether it is that region's program itself
 
-    def __init__(
-        self,
-        function: Function,
-        operands: tuple[TensorMeta, ...],
-        policy: AbstractPolicy,
-        origin: Stages | DerivedForward | tuple[Joint, ...],
-        *,
-        states: tuple[int, ...] = (),
-        verify: bool = False,
-        inputs: Mapping[int, AbstractStorage] = MappingProxyType({}),
-        calls: Calls | None = None,
-        program: Program | None = None,
-        made_from: TracedRegion | None = None,
-        is_opened: bool = False,
-    ) -> None:
-        """Makes a region of what is known of it, its `origin`.
+    # Without annotations, so that these are no fields.
+    held_apart = ()
+    runs_first = False
 
-        That is all stages, a given forward, or a trace, which may lack a backward.
-        """
-        self.function = function
-        self.operands = operands
-        self.policy = policy
-        self.policy_above = made_from.policy_above if made_from else policy
-        self.states = states
-        self.verify = verify
-        self.inputs = inputs
-        self.calls = calls or Calls()
-        self.program = program
-        self.made_from = made_from
-        self.is_opened = is_opened
+    def __post_init__(self) -> None:
+        origin, opened = self.origin, self.made_from if self.is_opened else None
+        above = self.made_from
+        self.policy_above: AbstractPolicy = above.policy_above if above else self.policy
         self.given = origin if isinstance(origin, DerivedForward) else None
-        self.opened_late = made_from if is_opened and self.given else None
-        self.keeps = self.given is None or is_opened
+        self.opened_late = opened if self.given else None
+        self.keeps = self.given is None or self.is_opened
         self._stages = origin if isinstance(origin, Stages) else None
         self._joints: tuple[Joint, ...] = ()
-        opened = made_from if is_opened else None
         if isinstance(origin, DerivedForward):
             forward = origin.forward
             self.is_derivative = opened.is_derivative if opened else True
@@ -177,10 +161,10 @@ class TracedRegion:
             self.is_derivative = opened is not None and opened.is_derivative
             self.is_borrowing = opened is not None and opened.is_borrowing
             self.num_leading, self.num_draws = 0, len(outline.states)
-            self.placements = placements_of(outline, operands)
+            self.placements = placements_of(outline, self.operands)
             self.chosen, self.every_view = outline.chosen, outline.views
         self.views = None if are_outputs(self.every_view) else self.every_view
-        self.is_open = any(map(is_open, operands))
+        self.is_open = any(map(is_open, self.operands))
         self.derived: dict[Hashable, Any] = {}
 
     def stages(self, roots: Roots) -> Stages:
@@ -244,7 +228,7 @@ class TracedRegion:
     def _fast_path(self, roots: Roots) -> FastPath | None:
         forward = self.forward(roots, save=True)
         is_one_run = forward.is_one_run and not self.inputs
-        return FastPath(forward, self.views) if is_one_run else None
+        return FastPath.of(forward, self.views) if is_one_run else None
 
     @_once
     def opened(
@@ -267,7 +251,8 @@ class TracedRegion:
         operands = operands_of(program.graph, wants)
         # Where nothing can be saved, the derivative is traced when it is asked for.
         is_late = policy == nothing_saveable or not any(wants)
-        try:
+
+        def opened() -> Opened:
             region = TracedRegion(
                 function,
                 operands,
@@ -279,11 +264,9 @@ class TracedRegion:
             )
             if any(has_tangent):
                 region.pushed(roots, has_tangent, save=False)
-        except RuntimeError as error:
-            if autograd.has_no_formula(error):
-                return None
-            raise
-        return Opened(region, num_outputs)
+            return Opened(region, num_outputs)
+
+        return if_derivable(opened)
 
     @_once
     def is_transparent(self, roots: Roots) -> bool:
@@ -309,13 +292,7 @@ class TracedRegion:
         """Whether its operators have those that are wanted, which a late trace shows."""
         if not any(meta.requires_grad for meta in self.operands):
             return True
-        try:
-            self.stages(roots)
-        except RuntimeError as error:
-            if not autograd.has_no_formula(error):
-                raise
-            return False
-        return True
+        return if_derivable(lambda: self.stages(roots)) is not None
 
     @_once
     def vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
@@ -436,7 +413,9 @@ class TracedRegion:
             # Views of operands carry the operands' own tangents: nothing runs.
             return Pushed(self, moved)
         function = self.function.derive(
-            lambda f: with_pushforward(f, chosen, moved, has_tangent),
+            lambda f: pushforward(
+                f, chosen, has_tangent, moved=moved, with_values=True
+            ),
             *("values and jvp", chosen, moved, has_tangent),
         )
         operands = (*self.operands, *tangent_metas(self.operands, has_tangent))

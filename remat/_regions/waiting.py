@@ -183,29 +183,20 @@ def joints_of(tensors: Sequence[Tensor]) -> prefetch.Awaited | None:
     return prefetch.awaited([each.stored for each in tensors if type(each) is Waiting])
 
 
-class _Wait(torch.autograd.Function):
-    """`wait`, through which gradients flow."""
+class _Through(torch.autograd.Function):
+    """A function of a tensor, through which gradients flow as if it returned the tensor."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        value, *rest = args
-        return wait(value.detach(), *rest)
+        run, tensor = args
+        return run(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None]:
-        return grad_outputs[0], None, None, None
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[None, Tensor]:
+        return None, grad_outputs[0]
 
 
-class _Resume(torch.autograd.Function):
-    """`Waiting.resume`, through which gradients flow."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        return args[0].resume()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Tensor:
-        return grad_outputs[0]
+_apply_through: Callable[[Callable[[Any], Tensor], Tensor], Tensor] = _Through.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def wait_differentiably(
@@ -216,17 +207,14 @@ def wait_differentiably(
         return value
     if not value.requires_grad:
         return wait(value, storage, place, twins)
-    apply: Callable[..., Tensor] = _Wait.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    found = apply(value, storage, place, twins)
+    found = _apply_through(lambda v: wait(v.detach(), storage, place, twins), value)
     return found if type(found) is Waiting else value
 
 
 def resume_differentiably(tensor: Tensor) -> Tensor:
     """A tensor that may wait as it was; what flows back to it flows to what waited."""
-    if type(tensor) is not Waiting:
-        return tensor
-    apply: Callable[[Tensor], Tensor] = _Resume.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return apply(tensor)
+    is_waiting = type(tensor) is Waiting
+    return _apply_through(Waiting.resume, tensor) if is_waiting else tensor
 
 
 def store_inputs(

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from remat._graph.joint import View
-from remat._regions import transforms
+from remat._regions import functions
 from remat._regions.forwards import Results
+from remat._regions.functions import Batch, Pull, Roots
 from remat._regions.protocol import Asked, Batched, WithoutProgram
-from remat._regions.retraceable import Roots
-from remat._regions.transforms import Batch, Pull
 from remat._rerun import fully_shard
 from remat._rerun.dependence import (
     dependent_outputs,
@@ -111,8 +110,8 @@ class Rerun(WithoutProgram):
         given = [index for index in wanted if index not in unreached]
         pull = Pull(outputs, tuple(given), len(self.requires_grad))
         # Under create_graph torch uses other formulas, which are not the same to the bit.
-        first = transforms.pullback(self.function, pull, create_graph=False)
-        again = transforms.pullback(self.function, pull)
+        first = functions.pullback(self.function, pull, create_graph=False)
+        again = functions.pullback(self.function, pull)
         engine = self.state.engine
         if engine and engine.called:
             first = _accumulating(self.function, pull, engine)
@@ -137,7 +136,7 @@ class Rerun(WithoutProgram):
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[Rerun, None]:
         """The region of the outputs' tangents."""
-        pushed = transforms.pushforward(self.function, None, has_tangent)
+        pushed = functions.pushforward(self.function, None, has_tangent)
         wanted = (*self.requires_grad, *(True for has in has_tangent if has))
         return Rerun(pushed, pushed, wanted, self.state, is_primal=self.is_primal), None
 
@@ -145,8 +144,8 @@ class Rerun(WithoutProgram):
         """The region of the mapped function."""
         # This is how torch runs a function if reverse mode is taken per example.
         wanted = [index for index, each in enumerate(self.requires_grad) if each]
-        function = transforms.tracked(self.function, wanted) if save else self.function
-        over = transforms.mapped(function, None, batch, 0)
+        function = functions.tracked(self.function, wanted) if save else self.function
+        over = functions.mapped(function, None, batch, 0)
         region = Rerun(
             over, over, self.requires_grad, self.state, is_primal=self.is_primal
         )

@@ -15,13 +15,11 @@ from torch import Tensor
 
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta, layout_of
-from remat._regions.forwards import Forward
+from remat._regions.forwards import Forward, make_views
+from remat._regions.functions import Pull, Roots, pullback
 from remat._regions.protocol import Asked, Call
-from remat._regions.retraceable import Roots
-from remat._regions.returned_views import make_views
 from remat._regions.rules import bind_all, returned_by, run_saving
 from remat._regions.traced import TracedRegion
-from remat._regions.transforms import Pull, pullback
 from remat._regions.waiting import resumed
 from remat._switches.numerics import Numerics
 from remat._torch import guards, isolation, levels

@@ -25,9 +25,8 @@ from torch import Tensor
 from remat._errors import SavedTensorModifiedError, refusal
 from remat._graph.joint import View
 from remat._regions.forwards import Results
+from remat._regions.functions import Batch, Roots, mapped
 from remat._regions.protocol import Asked, Batched, Region, WithoutProgram
-from remat._regions.retraceable import Roots
-from remat._regions.transforms import Batch, mapped
 from remat._rerun.region import rerun_of
 from remat._switches.numerics import Numerics
 from remat.layers._executor import Executor

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from remat._graph.meta import TensorMeta
-from remat._regions.transforms import Batch, mapped
+from remat._regions.functions import Batch, mapped
 from remat._tracing.trace import Flat
 from remat.layers._links import Link, dense_stride, on_fakes
 

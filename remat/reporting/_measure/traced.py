@@ -18,9 +18,9 @@ from remat._partition.budgets import model_of
 from remat._partition.costs import is_free
 from remat._partition.cut import permitted_members
 from remat._partition.halves import backward_graph
+from remat._regions.functions import Roots
 from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Explained
-from remat._regions.retraceable import Roots
 from remat.policies import Save
 from remat.reporting._held import Node
 from remat.reporting._measure.watch import ProgramRun

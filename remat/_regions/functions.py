@@ -1,0 +1,316 @@
+"""Flat functions, tensors in and tensors out: traced again, and the functions made from them.
+
+The pullback, the pushforward and the map of a flat function are flat functions again, so that
+they can be traced, and derived from, like the one that they came from. They follow the operand
+layouts of `_regions.traced`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from remat._graph.joint import Joint
+from remat._graph.meta import TensorMeta, is_open
+from remat._graph.values import Graph
+from remat._programs.inside_traces import interpret
+from remat._switches.numerics import Numerics
+from remat._torch import autograd, forward_ad, levels, tracer
+from remat._tracing.open_sizes import Templates
+from remat._tracing.trace import Flat, Request, trace, with_states
+
+_V = TypeVar("_V")
+
+# The function that a call is of, and the objects among its arguments.
+Roots = tuple[object, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A flat function that can be executed again, for another trace."""
+
+    #: From a call's roots to the function, tensors in and tensors out.
+    build: Callable[[Roots], Flat]
+    #: A context in which the state that the function reads is what it was.
+    restored: Callable[[Roots], contextlib.AbstractContextManager[Any]]
+    numerics: Numerics  # the switches under which the forward runs
+    #: What compiles its programs, and those of its derivatives.
+    backend: str | None = None
+    #: Where those of its traces are kept that hold for other sizes; None if sizes do not
+    #: vary.
+    templates: Templates | None = None
+    #: How it was derived, which tells its templates from those of others.
+    key: tuple[Hashable, ...] = ()
+    #: Whether it is a program, or made from one: its derivatives are those of its operators.
+    is_program: bool = False
+
+    def of_program(self, graph: Graph) -> Function:
+        """A program of this function as a function: each of its steps can be differentiated."""
+
+        def build(_: Roots) -> Flat:
+            return lambda tensors: interpret(graph, tensors)
+
+        # The casts of autocast are steps of the program.
+        numerics = self.numerics._replace(autocast=())
+        nothing = contextlib.nullcontext[Roots]
+        return Function(build, nothing, numerics, self.backend, is_program=True)
+
+    def derive(self, transform: Callable[[Flat], Flat], *step: Hashable) -> Function:
+        """A function made from this one, under the switches of this one."""
+        build = self.build
+
+        def derived(roots: Roots) -> Flat:
+            return transform(build(roots))
+
+        return dataclasses.replace(self, build=derived, key=(*self.key, step))
+
+    def traced(
+        self,
+        roots: Roots,
+        operands: tuple[TensorMeta, ...],
+        states: tuple[int, ...],
+        *,
+        cotangents: tuple[TensorMeta | None, ...] | None = None,
+        backward_numerics: Numerics | None = None,
+        gradients: bool = True,
+    ) -> tuple[Joint, ...]:
+        """The joint graphs of the function, traced if no template holds."""
+        request = Request(
+            self.build(roots),
+            operands,
+            cotangents,
+            backward_numerics=backward_numerics,
+            gradients=gradients,
+        )
+        with (
+            tracer.one_trace_at_a_time(),
+            self.restored(roots),
+            self.numerics.applied(),
+        ):
+            if self.templates is None or any(map(is_open, operands)):
+                joints = trace(request).joints
+            else:
+                joints = self.templates.joints(self.key, request)
+        return tuple(with_states(joint, states) for joint in joints)
+
+    def outline(
+        self,
+        roots: Roots,
+        operands: tuple[TensorMeta, ...],
+        states: tuple[int, ...],
+        *,
+        strict: bool = False,
+    ) -> tuple[Joint, ...]:
+        """The same for a derived function: with its backward where a gradient is wanted.
+
+        Without one where an operator lacks a derivative, unless `strict`: who needs it
+        then traces again.
+        """
+        wants = any(meta.requires_grad for meta in operands)
+        if strict or not wants:
+            return self.traced(roots, operands, states, gradients=wants)
+        found = if_derivable(lambda: self.traced(roots, operands, states))
+        return found or self.traced(roots, operands, states, gradients=False)
+
+
+def if_derivable(trace: Callable[[], _V]) -> _V | None:
+    """What a trace gives; None where an operator lacks a derivative that it needs."""
+    try:
+        return trace()
+    except RuntimeError as error:
+        if not autograd.has_no_formula(error):
+            raise
+        return None
+
+
+class Batch(NamedTuple):
+    """How a vmap level maps the tensors of a region."""
+
+    size: int  # the size of the mapped dimension
+    randomness: str  # vmap's own option
+    #: The mapped dimension of each physical tensor, None where it has none.
+    dims: tuple[int | None, ...]
+    metas: tuple[TensorMeta, ...]  # the metadata of the physical tensors
+
+
+class Pull(NamedTuple):
+    """Which cotangents a pullback takes and which gradients it gives."""
+
+    #: Indices, among what the function returns, of the outputs that have one.
+    outputs: tuple[int, ...]
+    wanted: tuple[int, ...]  # the operands whose gradient is asked for
+    num_operands: int  # how many operands the function takes
+
+
+def pullback(function: Flat, pull: Pull, *, create_graph: bool = True) -> Flat:
+    """(operands, ..., cotangents) -> the gradients of the wanted operands."""
+
+    def gradients(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        operands = list(tensors[: pull.num_operands])
+        cotangents = tensors[len(tensors) - len(pull.outputs) :]
+
+        def outputs(*wanted: Tensor) -> tuple[Tensor, ...]:
+            for index, tensor in zip(pull.wanted, wanted, strict=True):
+                operands[index] = tensor
+            return _chosen_outputs(function(operands), pull.outputs)
+
+        wanted = [operands[index] for index in pull.wanted]
+        if levels.interpreter_is_active():
+            pull_back = torch.func.vjp(outputs, *wanted)[1]
+            return pull_back(tuple(cotangents))
+        # Unlike torch.func.vjp this takes users' autograd.Functions of the older form.
+        pairs = zip(outputs(*wanted), cotangents, strict=True)
+        differentiable = [pair for pair in pairs if pair[0].requires_grad]
+        if not differentiable:
+            return [None] * len(wanted)
+        roots, given = zip(*differentiable, strict=True)
+        if not create_graph:
+            # DTensor's own backward complains of cotangents that could be differentiated.
+            given = [autograd.detached(each) for each in given]
+        return torch.autograd.grad(
+            roots, wanted, given, create_graph=create_graph, allow_unused=True
+        )
+
+    return gradients
+
+
+def _chosen_outputs(
+    returned: Sequence[Tensor | None], outputs: tuple[int, ...] | None
+) -> tuple[Tensor, ...]:
+    found = [
+        returned[k] for k in (range(len(returned)) if outputs is None else outputs)
+    ]
+    present = [tensor for tensor in found if tensor is not None]
+    assert len(present) == len(found), "an output of the first trace is missing here"
+    return tuple(present)
+
+
+def pushforward(
+    function: Flat,
+    outputs: tuple[int, ...] | None,
+    has_tangent: tuple[bool, ...],
+    *,
+    moved: tuple[int, ...] | None = None,
+    with_values: bool = False,
+) -> Flat:
+    """(operands, ..., tangents) -> the tangents of outputs, behind these if `with_values`.
+
+    Args:
+        function: what to push forward.
+        outputs: which of its results are meant, None for all.
+        has_tangent: which operands have one.
+        moved: which of these outputs have a tangent, None for all.
+        with_values: whether the outputs come first.
+    """
+    pushed = [index for index, has in enumerate(has_tangent) if has]
+
+    def tangents(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        operands = list(tensors[: len(has_tangent)])
+        wanted = [k for k, each in enumerate(operands) if each.requires_grad]
+        run = tracked(lambda given: _chosen_outputs(function(given), outputs), wanted)
+
+        def of(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+            for index, tensor in zip(pushed, primals, strict=True):
+                operands[index] = tensor
+            found = _chosen_outputs(run(operands), None)
+            return _chosen_outputs(found, moved), found
+
+        primals = tuple(operands[index] for index in pushed)
+        given = tuple(tensors[len(tensors) - len(pushed) :])
+        with forward_ad.shared_dual_level():
+            found: Any = torch.func.jvp(of, primals, given, has_aux=True)
+        _, made, values = found
+        return [*values, *made] if with_values else made
+
+    return tangents
+
+
+def tracked(function: Flat, wanted: Sequence[int]) -> Flat:
+    """The function as it runs where these operands require grad.
+
+    The wrappers of forward mode and of vmap hide that. Attention chooses its kernel by it,
+    and torch decides by it whether to decompose an operator.
+    """
+
+    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        operands = list(tensors)
+
+        def of(*given: Tensor) -> tuple[Tensor, ...]:
+            for index, tensor in zip(wanted, given, strict=True):
+                operands[index] = tensor
+            return _chosen_outputs(function(operands), None)
+
+        given = [tensors[index] for index in wanted]
+        return _outputs_of_vjp(of, given) if given else of()
+
+    return run
+
+
+def _outputs_of_vjp(
+    function: Callable[..., tuple[Tensor, ...]], given: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """What a function returns under reverse mode, which refuses integer outputs."""
+    kinds: list[bool] = []
+
+    def apart(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        found = function(*primals)
+        kinds[:] = [each.is_floating_point() or each.is_complex() for each in found]
+        pairs = list(zip(found, kinds, strict=True))
+        # One output at least, or torch raises; and one beside it.
+        outputs = (*(each for each, is_real in pairs if is_real), primals[0])
+        others = (*(each for each, is_real in pairs if not is_real), primals[0])
+        return outputs, others
+
+    found: Any = torch.func.vjp(apart, *given, has_aux=True)
+    outputs, _, others = found
+    real, whole = iter(outputs), iter(others)
+    return [next(real) if is_real else next(whole) for is_real in kinds]
+
+
+def mapped(
+    function: Flat,
+    outputs: tuple[int, ...] | None,
+    batch: Batch,
+    skip: int,
+    are_apart: bool = False,
+    unmapped: frozenset[int] = frozenset(),
+) -> Flat:
+    """The physical operands -> these outputs, each mapped over its first dimension.
+
+    Args:
+        function: what to map.
+        outputs: which of its results to return, None for all.
+        batch: how to map.
+        skip: how many leading tensors of `batch` are not among the operands.
+        are_apart: whether each result gets memory of its own, as the outputs of a program
+            have: torch maps some operators by others, whose result may be an operand.
+        unmapped: the places of outputs that no mapped tensor reaches, which are not mapped.
+    """
+
+    def of(*operands: Tensor) -> tuple[Tensor, ...]:
+        return _chosen_outputs(function(operands), outputs)
+
+    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        dims = batch.dims[skip:]
+        over = levels.restore_vmap(of, dims, batch.size, batch.randomness)
+        found, found_dims = over(*tensors)
+        firsts = [
+            tensor if k in unmapped else mapped_first(tensor, dim, batch.size)
+            for k, (tensor, dim) in enumerate(zip(found, found_dims, strict=True))
+        ]
+        return [each.clone() for each in firsts] if are_apart else firsts
+
+    return run
+
+
+def mapped_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """A physical tensor with its mapped dimension first, repeated if it has none."""
+    if dim is None:
+        return tensor.expand(size, *tensor.shape)
+    return tensor if dim == 0 else tensor.movedim(dim, 0)
