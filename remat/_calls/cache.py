@@ -14,10 +14,16 @@ from remat._calls.advice import advise_of_inputs
 from remat._calls.cache_miss import Options, compile_call
 from remat._calls.entry import Entry
 from remat._calls.families import Family
-from remat._calls.guards import is_simple, tensor_guard_here
 from remat._calls.options import Settings
 from remat._calls.retraces import History
-from remat._calls.routes import Found, Route, first_holding, route_of
+from remat._calls.routes import (
+    Found,
+    Route,
+    first_holding,
+    is_simple,
+    route_of,
+    tensor_guard_here,
+)
 from remat._calls.signature import CallSite
 from remat._errors import RematError, TraceError, explain
 from remat._graph.meta import without_symbols

@@ -3,23 +3,163 @@
 A call of a small block takes as long as some of its operators. Between two calls the block's
 own work drives this code out of the processor's caches, so that what counts is less what it
 does than how much of it there is: few functions, and checks in C.
+
+A *guard* checks that a call has the signature of an earlier one, by a walk over the call's
+containers, generated for their structure, and by one check of all tensors with torch's own
+guards. Nothing is hashed. A call that no guard accepts gets a full signature. A guard holds
+metadata, static values and types; it keeps no object of the user alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
+from remat import _captures
 from remat._calls.entry import Entry
-from remat._calls.guards import PLAINLY, TensorGuard, guard_of
-from remat._calls.signature import CallSite
+from remat._calls.signature import CallSite, static_key
 from remat._regions.protocol import Call
 from remat._regions.rules import run_fast
 from remat._regions.short_way import run_short
 from remat._switches.blocks import departures
 from remat._torch import guards
+
+_Args = tuple[Any, ...]
+
+# From a function and its (args, kwargs) to the tensors among the leaves, in their order, and
+# the roots: the function, and the leaves that must be looked into. None if it is another
+# call.
+Guard = Callable[
+    [object, _Args, Mapping[str, Any]],
+    "tuple[tuple[Tensor, ...], tuple[object, ...]] | None",
+]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorGuard:
+    """How a guard tells tensors apart."""
+
+    #: Whether it can tell one from all that are unlike it.
+    is_told: Callable[[Tensor], bool]
+    #: The check that given tensors are like these.
+    guard: Callable[[Sequence[Tensor]], Callable[..., bool]]
+
+
+#: Where neither a transform nor a mode is active.
+PLAINLY = TensorGuard(guards.is_plain, guards.tensor_guard)
+
+#: Where reverse mode of torch.func is the innermost transform.
+BY_WRAPPERS = TensorGuard(guards.is_told_by_wrapper, guards.wrapped_guard)
+
+
+def tensor_guard_here() -> TensorGuard | None:
+    """How guards tell tensors apart in this thread's state; None if they cannot."""
+    if guards.is_quiet():
+        return PLAINLY
+    return BY_WRAPPERS if guards.is_under_reverse_mode() else None
+
+
+def guard_of(
+    args: _Args, kwargs: Mapping[str, Any], tensor_guard: TensorGuard = PLAINLY
+) -> Guard:
+    """Recognizes calls that have the signature of this one, which `is_simple` accepts."""
+    return _Writer(tensor_guard).function(args, kwargs)
+
+
+def is_simple(
+    tree: Any, objects: Sequence[object] = (), tensor_guard: TensorGuard = PLAINLY
+) -> bool:
+    """Whether a tree is made of tuples, lists, dicts and leaves that a guard tells apart."""
+    if isinstance(tree, Tensor):
+        return tensor_guard.is_told(tree)
+    if type(tree) in {tuple, list}:
+        return all(is_simple(each, objects, tensor_guard) for each in tree)
+    if type(tree) is dict:
+        return all(is_simple(each, objects, tensor_guard) for each in tree.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    if static_key(tree) is not None:
+        return True
+    is_object = any(tree is each for each in objects) and not isinstance(tree, type)
+    return is_object and _captures.shows_contents(_guarded_type(tree))
+
+
+@final
+class _Writer:
+    """Writes the guard of a call."""
+
+    def __init__(self, tensor_guard: TensorGuard) -> None:
+        self._told = tensor_guard
+        self.tensors: list[Tensor] = []
+        self._places: list[str] = []
+        self._objects: list[str] = []
+        self._lines: list[str] = []
+        self._space: dict[str, Any] = {"static_key": static_key}
+
+    def function(self, args: _Args, kwargs: Mapping[str, Any]) -> Guard:
+        """The function that recognizes the containers and the leaves of this call."""
+        self._tree("args", args)
+        self._tree("kwargs", dict(kwargs))
+        self._space["check"] = self._told.guard(self.tensors)
+        self._require(f"check({', '.join(self._places)})")
+        tensors, roots = _tuple(self._places), _tuple(["fun", *self._objects])
+        lines = [*self._lines, f"return {tensors}, {roots}"]
+        body = "".join(f"    {line}\n" for line in lines)
+        text = f"def take(fun, args, kwargs):\n{body}"
+        exec(compile(text, "<remat guard>", "exec"), self._space)
+        return self._space["take"]
+
+    def _tree(self, place: str, tree: Any) -> None:
+        if isinstance(tree, Tensor):
+            # The check at the end refuses an object that is in two places.
+            for known, first in zip(self.tensors, self._places, strict=True):
+                if known is tree:
+                    self._require(f"{place} is {first}")
+                    return
+            self.tensors.append(tree)
+            self._places.append(place)
+        elif isinstance(tree, (tuple, list)):
+            kind = self._constant(type(tree))  # pyright: ignore[reportUnknownArgumentType]
+            self._require(f"type({place}) is {kind} and len({place}) == {len(tree)}")  # pyright: ignore[reportUnknownArgumentType]
+            self._items(place, place, tree)  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(tree, dict):
+            keys = self._constant(tuple(tree))  # pyright: ignore[reportUnknownArgumentType]
+            same = f"tuple({place}) == {keys}" if tree else f"not {place}"
+            self._require(f"type({place}) is dict and {same}")
+            self._items(place, f"{place}.values()", list(tree.values()))  # pyright: ignore[reportUnknownArgumentType]
+        elif (key := static_key(tree)) is not None:
+            self._require(f"static_key({place}) == {self._constant(key)}")
+        else:
+            self._objects.append(place)
+            self._require(f"type({place}) is {self._constant(_guarded_type(tree))}")
+
+    def _items(self, place: str, source: str, items: Sequence[Any]) -> None:
+        if not items:
+            return
+        names = [f"{place}_{index}" for index in range(len(items))]
+        self._lines.append(f"{', '.join(names)}, = {source}")
+        for name, item in zip(names, items, strict=True):
+            self._tree(name, item)
+
+    def _require(self, clause: str) -> None:
+        self._lines.append(f"if not ({clause}): return None")
+
+    def _constant(self, value: object) -> str:
+        name = f"c{len(self._space)}"
+        self._space[name] = value
+        return name
+
+
+def _guarded_type(thing: object) -> type[object]:
+    return type(thing)
+
+
+def _tuple(names: Sequence[str]) -> str:
+    """A tuple of these names in the text of a guard."""
+    return "(" + "".join(f"{name}, " for name in names) + ")"
+
 
 # What a route gives for a call that is not its own.
 MISSED = object()
@@ -40,7 +180,7 @@ class Route(NamedTuple):
 
 
 def route_of(site: CallSite, entries: list[Entry], tensor_guard: TensorGuard) -> Route:
-    """The route of a call that `_calls.guards.is_simple` accepts, some tensor among its leaves.
+    """The route of a call that `is_simple` accepts, some tensor among its leaves.
 
     Other transforms and dispatch modes are not asked for: the check of its tensors fails
     there.

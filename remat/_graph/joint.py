@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from remat._graph import operators
-from remat._graph.building import Building
 from remat._graph.meta import TensorMeta
-from remat._graph.values import Graph, Ref, Value
+from remat._graph.values import Building, Graph, Ref, Value
 
 
 @final

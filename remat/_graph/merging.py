@@ -21,9 +21,17 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from remat._graph import operators
-from remat._graph.building import Building, prune
 from remat._graph.numbering import Numbering
-from remat._graph.values import Graph, Ref, Value, check, has_effect, roots
+from remat._graph.values import (
+    Building,
+    Graph,
+    Ref,
+    Value,
+    check,
+    has_effect,
+    prune,
+    roots,
+)
 
 
 def merge(
@@ -161,7 +169,7 @@ def _order(line: _Line, match: _Match) -> list[int]:
     Such a step comes just before its first reader. If only the caller reads it, it comes
     when the second has read one of the values that it needs for the last time, or when the
     last of these values is made; at the end if it needs none. The outputs of one operator
-    are unpacked where the operator runs: see `_partition.halves.late`.
+    are unpacked where the operator runs: see `_partition.cut.late`.
     """
     twins, values, end = match.twins, line.values, line.second.stop
     alone = [index for index in line.first if index not in twins]

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from remat._graph import operators
-from remat._graph.building import Building
 from remat._graph.meta import TensorMeta
-from remat._graph.values import Graph, Ref, Value, replace_refs
+from remat._graph.values import Building, Graph, Ref, Value, replace_refs
 
 _aten: Any = torch.ops.aten
 

@@ -5,6 +5,6 @@ Reads `_graph`, `policies`, `planners` and `storage`, and never traces. `analysi
 values, their names, what a policy sees; `decide`: what policies, plans and budgets permit, and a
 program's fingerprint; `budgets`: a planner's problem, solved; `costs`: FLOPs and bytes of a step,
 or its time; `free_memory`: bytes free on a device or to the process; `cut`: the walk back from
-wanted gradients, what is recomputed; `halves`: graphs of forward and backward; `peak`: most bytes
-alive, by replay; `stages`: all these as one value.
+wanted gradients, what is recomputed, graphs of forward and backward; `peak`: most bytes alive, by
+replay; `stages`: all these as one value.
 """

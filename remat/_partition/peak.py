@@ -17,8 +17,7 @@ from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, last_uses, roots
 from remat._partition.analysis import bytes_of
-from remat._partition.cut import Cut
-from remat._partition.halves import backward_graph, forward_graph, unique_outputs
+from remat._partition.cut import Cut, backward_graph, forward_graph, unique_outputs
 
 _Storage = tuple[int, int]
 """A storage: the value that made it, and which output of it."""

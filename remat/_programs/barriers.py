@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from remat._graph import operators
-from remat._graph.building import renumbered
 from remat._graph.meta import TensorMeta
 from remat._graph.numbering import Numbering
-from remat._graph.values import Graph, Ref, Value, check, roots
+from remat._graph.values import Graph, Ref, Value, check, renumbered, roots
+from remat._partition.analysis import bytes_of
 from remat._torch import schemas, tracer
 
 
@@ -79,7 +79,7 @@ class _Writing:
     """
 
     def __init__(self, graph: Graph, num_saved: int, num_cotangents: int) -> None:
-        self._old = graph.values
+        self._graph, self._old = graph, graph.values
         self._owners = roots(graph)
         self._num_inputs = graph.num_inputs
         self._num_saved = num_saved
@@ -141,7 +141,7 @@ class _Writing:
 
     def _hold(self, owners: list[int], reader: Value) -> int:
         """Copies the smallest of some values."""
-        owner = min(owners, key=self._size_bytes)
+        owner = min(owners, key=lambda each: bytes_of(self._graph, [each]))
         args = (Ref(self._places[owner]), Ref(self._latest))
         meta = self._old[owner].meta
         held = Value(HOLD, args, meta=meta, is_backward=reader.is_backward)
@@ -165,8 +165,3 @@ class _Writing:
             if isinstance(value.meta, TensorMeta):
                 self._latest = place
         return place
-
-    def _size_bytes(self, owner: int) -> int:
-        meta = self._old[owner].meta
-        assert isinstance(meta, TensorMeta), f"%{owner} is read whole"
-        return meta.size_bytes

@@ -23,10 +23,18 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat._graph import operators
-from remat._graph.building import Building, prune
 from remat._graph.meta import TensorMeta, layout_of
 from remat._graph.numbering import Numbering
-from remat._graph.values import Graph, Ref, Value, has_effect, is_tensor, roots
+from remat._graph.values import (
+    Building,
+    Graph,
+    Ref,
+    Value,
+    has_effect,
+    is_tensor,
+    prune,
+    roots,
+)
 from remat._partition.peak import peak_of_run
 from remat._torch import autograd, guards, levels
 

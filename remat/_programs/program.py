@@ -2,7 +2,7 @@
 
 The text of the function is kept, and `.programs()` prints it. What is printed is what runs:
 as Python, by torch's own interpreter (`_programs.interpreted`), or compiled (`_programs.compiled`). Where no
-dispatch mode listens, some steps are one call (`_programs.composites`) and some write over what is no
+dispatch mode listens, some steps are one call (`_programs.bindings`) and some write over what is no
 longer read (`_programs.overwriting`). For a `Watcher`, the same function reports each step before it
 runs. Inside an outer trace, the graph is interpreted instead, so that each operator keeps its
 name and its line there.
@@ -26,8 +26,7 @@ from remat._graph.meta import device_of
 from remat._graph.values import Graph, Value, comment, last_uses, refs, roots
 from remat._programs import compiled, interpreted, watching
 from remat._programs.barriers import held_back
-from remat._programs.bindings import bindings_of
-from remat._programs.composites import fold
+from remat._programs.bindings import bindings_of, fold
 from remat._programs.inside_traces import interpret
 from remat._programs.lending import Lender
 from remat._programs.overwriting import reusing

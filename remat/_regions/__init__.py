@@ -3,13 +3,12 @@
 In comes a region (a function at one signature, with its two programs) and tensors of any level;
 out come tensors that can be differentiated, whose backward is a region again. Reads all that makes
 programs, and nothing of how a user's call found its region. `protocol`: a call, and what is asked
-of a region; `rules`: runs a call level by level, as nodes of autograd; `fast_path`: known
-backwards of one program; `short_way`: the same under one level of torch.func; `forwards`: one run,
-its results; `run_backward`: what a backward reads (`ctx`), runs, frees, and its errors; `traced`:
+of a region; `rules`: runs a call level by level, as nodes of autograd; `forwards`: one run, its
+results, what is returned of them, known backwards of one program; `short_way`: these under one level
+of torch.func; `run_backward`: what a backward reads (`ctx`), runs, frees, and its errors; `traced`:
 the traced region, and those derived from it; `derived_forwards`: their forwards, what is saved found
 again, DTensors' parts; `tangents`: duals, which outputs move, one program for both; `opening`:
-programs that lower levels differentiate; `transforms`: pullback, pushforward, map of flat functions;
-`retraceable`: such a function, for another trace; `returned_views`: made from outputs; `waiting`:
-saved values and inputs, stored and resumed; `prefetch`: restored early; `out_of_memory`: reports
-what regions held.
+programs that lower levels differentiate; `functions`: flat functions for another trace, pullback,
+pushforward, map; `waiting`: saved values and inputs, stored and resumed; `prefetch`: restored early;
+`out_of_memory`: reports what regions held.
 """

@@ -15,8 +15,7 @@ from remat._graph.joint import Joint, View
 from remat._graph.meta import TensorMeta, is_spread
 from remat._graph.values import Graph, Ref
 from remat._partition.analysis import Analysis, analyze
-from remat._partition.cut import cut
-from remat._partition.halves import backward_graph, unique_outputs
+from remat._partition.cut import backward_graph, cut, unique_outputs
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._programs.verification import verification

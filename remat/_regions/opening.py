@@ -7,16 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from remat._graph import operators
-from remat._graph.building import prune
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.numbering import same_outputs
-from remat._graph.values import Graph, Ref, roots as owners_of
-from remat._partition.cut import cut
-from remat._partition.halves import backward_graph, forward_graph
+from remat._graph.values import Graph, Ref, prune
+from remat._partition.cut import backward_graph, cut, forward_graph
 from remat._partition.stages import Stages
-from remat._programs.program import Program
-from remat._regions.derived_forwards import DerivedForward, outputs_alone
 from remat._regions.forwards import Forward
 from remat._regions.functions import Function, Roots, if_derivable
 from remat._regions.protocol import Call, Opened
@@ -132,31 +128,6 @@ def parts_of_calls(graph: Graph, operands: Sequence[TensorMeta]) -> tuple[int, .
         if values[index].op is operator.getitem
         and all(operators.viewed(values[k]) is None for k in values[index].uses)
     )
-
-
-def opened_origin(
-    program: Program,
-    function: Function,
-    roots: Roots,
-    operands: tuple[TensorMeta, ...],
-    *,
-    is_late: bool,
-) -> DerivedForward | tuple[Joint, ...]:
-    """The forward of an opened region: its program, or a trace of that with its backward."""
-    if not is_late or not _returns_values_alone(program.graph):
-        wants = any(meta.requires_grad for meta in operands)
-        return function.traced(roots, operands, (), gradients=wants)
-    count = len(program.graph.outputs)
-    forward = Forward(program, (count, 0, 0, 0), function.numerics)
-    return DerivedForward(forward, outputs_alone(count))
-
-
-def _returns_values_alone(graph: Graph) -> bool:
-    """Whether each output is a value of its own, neither an input nor a view."""
-    owners = owners_of(graph)
-    refs = [ref.index for ref in graph.outputs if ref is not None]
-    is_own = all(owners[index] == index >= graph.num_inputs for index in refs)
-    return is_own and len(set(refs)) == len(graph.outputs)
 
 
 def unmapped_outputs(

@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast, final
 
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta, is_open, without_symbols
-from remat._partition.halves import forward_graph
+from remat._partition.cut import forward_graph
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.derived_forwards import (
@@ -53,7 +53,6 @@ from remat._regions.functions import (
 from remat._regions.opening import (
     is_differentiated_alike,
     may_read_constants,
-    opened_origin,
     operands_of,
     reads_constants,
     unmapped_outputs,
@@ -94,8 +93,6 @@ class TracedRegion:
     Attributes:
         policy_above: the policy of the region that its forward was made from, or its own.
         given: its forward, if it was made from another region's program; else None.
-        opened_late: the region to take instead if its own program, not traced yet, lacks a
-            derivative.
         is_derivative: whether reports call it the derivative of the function.
         is_borrowing: whether its forward is a backward that may take values from the one before.
         keeps: whether the backward reads what the forward saved, not only its operands.
@@ -140,17 +137,16 @@ class TracedRegion:
     runs_first = False
 
     def __post_init__(self) -> None:
-        origin, opened = self.origin, self.made_from if self.is_opened else None
-        above = self.made_from
+        origin, above = self.origin, self.made_from
+        opened = above if self.is_opened else None
         self.policy_above: AbstractPolicy = above.policy_above if above else self.policy
         self.given = origin if isinstance(origin, DerivedForward) else None
-        self.opened_late = opened if self.given else None
-        self.keeps = self.given is None or self.is_opened
+        self.keeps = self.given is None
         self._stages = origin if isinstance(origin, Stages) else None
         self._joints: tuple[Joint, ...] = ()
         if isinstance(origin, DerivedForward):
             forward = origin.forward
-            self.is_derivative = opened.is_derivative if opened else True
+            self.is_derivative = True
             self.is_borrowing = forward.program.is_borrowing
             self.num_leading, self.num_draws = forward.num_leading, forward.shape[3]
             self.placements = forward.placements
@@ -249,15 +245,14 @@ class TracedRegion:
             return Opened(self, None)
         function = self.function.of_program(program.graph)
         operands = operands_of(program.graph, wants)
-        # Where nothing can be saved, the derivative is traced when it is asked for.
-        is_late = policy == nothing_saveable or not any(wants)
+        gradients = any(meta.requires_grad for meta in operands)
 
         def opened() -> Opened:
             region = TracedRegion(
                 function,
                 operands,
                 for_derived(policy),
-                opened_origin(program, function, roots, operands, is_late=is_late),
+                function.traced(roots, operands, (), gradients=gradients),
                 calls=self.calls,
                 made_from=self,
                 is_opened=True,
@@ -278,21 +273,15 @@ class TracedRegion:
             graph = self.forward(roots, save=False).program.graph
             if not may_read_constants(graph, operands):
                 return True
-        if not self.has_derivatives(roots):
+        stages = if_derivable(lambda: self.stages(roots))
+        if stages is None:
             return False
-        stages = self.stages(roots)
         if not function.is_program:
             is_more = self.states or self.inputs or self.verify or self.is_open
             known = function, roots, operands, self.forward(roots, save=True)
             if is_more or not is_differentiated_alike(*known, stages.joint):
                 return False
         return not reads_constants(function, roots, operands, stages)
-
-    def has_derivatives(self, roots: Roots) -> bool:
-        """Whether its operators have those that are wanted, which a late trace shows."""
-        if not any(meta.requires_grad for meta in self.operands):
-            return True
-        return if_derivable(lambda: self.stages(roots)) is not None
 
     @_once
     def vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
@@ -304,8 +293,6 @@ class TracedRegion:
         Its operands: this region's, the generator states, the cotangents. What this
         region saved comes before them.
         """
-        if self.opened_late and not self.has_derivatives(roots):
-            return self.opened_late.vjp(roots, asked)
         if self.placements is None:
             asked = asked.taken_whole()
         require_parts(self.placements or (), asked)
@@ -485,8 +472,6 @@ class TracedRegion:
             inputs=self.inputs,
             calls=self.calls,
         )
-        if self.opened_late and not region.has_derivatives(roots):
-            return self.opened_late.batched(roots, batch, save=False)
         written = [operand for operand, _ in joints[0].mutations]
         dims = [None if k in unmapped else 0 for k in range(len(self.chosen))]
         return Batched(region, (*dims, *(batch.dims[operand] for operand in written)))

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from remat import Residual, remat
-from remat._graph.building import prune
 from remat._graph.meta import TensorMeta
-from remat._graph.values import Ref
+from remat._graph.values import Ref, prune
 from remat._programs.program import Program
 from tests.benchmarks.contenders import POLICIES
 from tests.benchmarks.memory import allocated

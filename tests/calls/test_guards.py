@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from remat import remat
-from remat._calls.guards import guard_of, is_simple
+from remat._calls.routes import guard_of, is_simple
 
 pytestmark = [
     pytest.mark.contract,

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.func import grad, jacfwd, jvp
 
 from remat import policies, remat
-from remat._graph.building import prune
 from remat._graph.meta import TensorMeta
-from remat._graph.values import Graph, Ref, Value
+from remat._graph.values import Graph, Ref, Value, prune
 from remat._graph.zeros import without_zeros
 from remat._programs.program import Program
 from tests.support import (

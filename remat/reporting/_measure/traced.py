@@ -16,8 +16,7 @@ from remat._graph.values import Graph, roots
 from remat._partition.analysis import bytes_of
 from remat._partition.budgets import model_of
 from remat._partition.costs import is_free
-from remat._partition.cut import permitted_members
-from remat._partition.halves import backward_graph
+from remat._partition.cut import backward_graph, permitted_members
 from remat._regions.functions import Roots
 from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Explained

@@ -7,8 +7,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat import remat
 from remat._graph.operators import short_name
-from remat._programs.bindings import bindings_of
-from remat._programs.composites import fold
+from remat._programs.bindings import bindings_of, fold
 from remat._torch.tensors import same_bits
 from tests.functions import FUNCTIONS
 from tests.inspection import inputs_of, programs
