@@ -6,7 +6,7 @@ values, its forward. `_regions.traced` says which derived regions get them.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,29 +27,6 @@ from remat._tracing.trace import record
 from remat.storage import AbstractStorage
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class DerivedForward:
-    """A forward made from another region's program, and what the derived region returns."""
-
-    forward: Forward  # the program
-    #: How each returned tensor is made from outputs and operands.
-    views: tuple[View, ...]
-    #: A program that computes the leading tensors of the forward, those before its
-    #: operands, from these operands; None if there is none.
-    origins: Graph | None = None
-
-    @property
-    def chosen(self) -> tuple[int, ...]:
-        """Which of the returned tensors are the outputs."""
-        whole = {
-            view.output: index
-            for index, view in reversed(list(enumerate(self.views)))
-            if view.output is not None and view.path is None
-        }
-        return tuple(whole[output] for output in range(self.forward.shape[0]))
-
-
 class Kept(NamedTuple):
     """What waits for a backward."""
 
@@ -61,7 +38,7 @@ class Kept(NamedTuple):
 
 def backward_given(
     function: Function, operands: Sequence[TensorMeta], kept: Kept, asked: Asked
-) -> DerivedForward:
+) -> Forward:
     """The backward: (saved, operands, generator states, cotangents) -> gradients."""
     joint, count = kept.analysis.joint, len(kept.saved)
     rows = zip(joint.gradients, joint.spread, asked.wanted, strict=True)
@@ -85,7 +62,12 @@ def backward_given(
         is_borrowing=asked.is_borrowing,
     )
     is_exact = [each.is_exact for each in kept.storages]
-    forward = Forward(
+    # Recomputes what is saved, except values that their storage rounds.
+    exact = [
+        Ref(index) if each else None
+        for index, each in zip(kept.saved, is_exact, strict=True)
+    ]
+    return Forward(
         program,
         (len(unique.outputs), 0, 0, 0),
         function.numerics,
@@ -94,14 +76,9 @@ def backward_given(
             verification(kept.analysis, kept.saved, is_exact) if kept.verify else None
         ),
         placements=spread if is_spread else None,
+        views=views,
+        origins=_recomputing(kept, exact, is_cut=False) if any(exact) else None,
     )
-    # Recomputes what is saved, except values that their storage rounds.
-    exact = [
-        Ref(index) if each else None
-        for index, each in zip(kept.saved, is_exact, strict=True)
-    ]
-    origins = _recomputing(kept, exact, is_cut=False) if any(exact) else None
-    return DerivedForward(forward, views, origins)
 
 
 def _recomputing(kept: Kept, wanted: Sequence[Ref | None], *, is_cut: bool) -> Graph:
@@ -113,7 +90,7 @@ def _recomputing(kept: Kept, wanted: Sequence[Ref | None], *, is_cut: bool) -> G
 
 def mapped_given(
     forward: Forward, batch: Batch
-) -> tuple[DerivedForward, tuple[int | None, ...]]:
+) -> tuple[Forward, tuple[int | None, ...]]:
     """The per-example forward, mapped, and the mapped dimension of each of its results.
 
     It takes physical tensors; its outputs are mapped over dimension 0.
@@ -148,8 +125,10 @@ def mapped_given(
         untracked=(),
         verification=None,
         mapped=tuple(map(_with_mapped, before, added)),
+        views=outputs_alone(count),
+        origins=None,
     )
-    return DerivedForward(over, outputs_alone(count)), tuple(dims)
+    return over, tuple(dims)
 
 
 def _with_mapped(dims: tuple[int, ...], new: int | None) -> tuple[int, ...]:

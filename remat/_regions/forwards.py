@@ -148,6 +148,21 @@ class Forward:
     #: How each output and mutation is spread, as a DTensor; None where none is, nor any
     #: operand. The program itself computes with the parts of this rank.
     placements: tuple[Any, ...] | None = None
+    #: If it was made from another region's program: how each tensor that the derived region
+    #: returns is made from outputs and operands.
+    views: tuple[View, ...] = ()
+    #: A program that computes the leading tensors from the operands; None if there is none.
+    origins: Graph | None = None
+
+    @property
+    def chosen(self) -> tuple[int, ...]:
+        """Which of the tensors that `views` makes are the outputs."""
+        whole = {
+            view.output: index
+            for index, view in reversed(list(enumerate(self.views)))
+            if view.output is not None and view.path is None
+        }
+        return tuple(whole[output] for output in range(self.shape[0]))
 
     @property
     def is_one_run(self) -> bool:

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from remat._graph.joint import View
 from remat._graph.merging import merge
 from remat._graph.meta import TensorMeta
-from remat._graph.values import Graph, Ref
+from remat._graph.values import Ref
 from remat._regions.derived_forwards import outputs_alone
 from remat._regions.forwards import Forward
 from remat._torch import isolation, levels
@@ -67,8 +67,7 @@ def push(
     tangents: Forward,
     views: Sequence[View],
     num_operands: int,
-    origins: Graph | None,
-) -> tuple[Forward, tuple[View, ...]]:
+) -> Forward:
     """The forward that takes tangents last, and returns tangents after its outputs.
 
     Outputs, and what is saved, are the forward's to the last bit; what both programs compute
@@ -80,10 +79,6 @@ def push(
             made of.
         views: how each of these is made from what that returns and takes.
         num_operands: how many operands the region has.
-        origins: what the tensors before the operands are made of (see `merge`).
-
-    Returns:
-        The forward, and how outputs and tangents are made from what it returns.
     """
     program, (count, *_, num_states) = forward.program, forward.shape
     firsts, skip = program.graph.outputs, forward.num_leading
@@ -96,9 +91,18 @@ def push(
         *firsts[len(firsts) - num_states :],
         *(None for _ in range(num_given)),
     ]
-    merged = merge(program.graph, second, reads, origins)
+    merged = merge(program.graph, second, reads, forward.origins)
     own, added = merged.outputs[: len(firsts)], merged.outputs[len(firsts) :]
-    pushed = dataclasses.replace(
+
+    def shifted(view: View) -> View:
+        """A tangent's, where the outputs come first, and no states are among the inputs."""
+        if view.output is not None:
+            return dataclasses.replace(view, output=view.output + count)
+        if view.operand is None or view.operand < num_operands:
+            return view
+        return dataclasses.replace(view, operand=view.operand - num_states)
+
+    return dataclasses.replace(
         forward,
         program=dataclasses.replace(
             program,
@@ -117,17 +121,8 @@ def push(
             *(count + place for place in tangents.untracked),
         ),
         placements=_placements(forward, tangents),
+        views=(*outputs_alone(count), *map(shifted, views)),
     )
-
-    def shifted(view: View) -> View:
-        """A tangent's, where the outputs come first, and no states are among the inputs."""
-        if view.output is not None:
-            return dataclasses.replace(view, output=view.output + count)
-        if view.operand is None or view.operand < num_operands:
-            return view
-        return dataclasses.replace(view, operand=view.operand - num_states)
-
-    return pushed, (*outputs_alone(count), *map(shifted, views))
 
 
 def _flows(forward: Forward, tangents: Forward) -> tuple[bool, ...] | None:

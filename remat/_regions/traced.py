@@ -29,7 +29,6 @@ from remat._partition.cut import forward_graph
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.derived_forwards import (
-    DerivedForward,
     Kept,
     analysis_for,
     are_outputs,
@@ -112,7 +111,7 @@ class TracedRegion:
     operands: tuple[TensorMeta, ...]  # the metadata of what it takes
     policy: AbstractPolicy  # what its backward may find saved
     #: What is known of it: all stages, a given forward, or a trace, which may lack a backward.
-    origin: Stages | DerivedForward | tuple[Joint, ...]
+    origin: Stages | Forward | tuple[Joint, ...]
     _: dataclasses.KW_ONLY
     #: Which operands are generator states for its draws, in order.
     states: tuple[int, ...] = ()
@@ -140,16 +139,15 @@ class TracedRegion:
         origin, above = self.origin, self.made_from
         opened = above if self.is_opened else None
         self.policy_above: AbstractPolicy = above.policy_above if above else self.policy
-        self.given = origin if isinstance(origin, DerivedForward) else None
+        self.given = origin if isinstance(origin, Forward) else None
         self.keeps = self.given is None
         self._stages = origin if isinstance(origin, Stages) else None
         self._joints: tuple[Joint, ...] = ()
-        if isinstance(origin, DerivedForward):
-            forward = origin.forward
+        if isinstance(origin, Forward):
             self.is_derivative = True
-            self.is_borrowing = forward.program.is_borrowing
-            self.num_leading, self.num_draws = forward.num_leading, forward.shape[3]
-            self.placements = forward.placements
+            self.is_borrowing = origin.program.is_borrowing
+            self.num_leading, self.num_draws = origin.num_leading, origin.shape[3]
+            self.placements = origin.placements
             self.chosen, self.every_view = origin.chosen, origin.views
         else:
             self._joints = origin.joints if isinstance(origin, Stages) else origin
@@ -177,7 +175,7 @@ class TracedRegion:
     def forward(self, roots: Roots, save: bool) -> Forward:
         """The forward; if `save`, its results include what the backward will read."""
         if self.given is not None:
-            return self.given.forward
+            return self.given
         stages = self.stages(roots) if save else None
         if stages is None:
             joint, saved = dataclasses.replace(self._joints[0], states=()), ()
@@ -296,22 +294,21 @@ class TracedRegion:
         if self.placements is None:
             asked = asked.taken_whole()
         require_parts(self.placements or (), asked)
-        given, states = self._backward(roots, asked.without_gradients())
+        forward, states = self._backward(roots, asked.without_gradients())
         cotangents = [meta for meta in asked.cotangents if meta is not None]
-        forward = given.forward
         is_alone = (
             forward.verification is None
             and forward.placements is None
             and not self.inputs
             and not self.stages(roots).storages
             and forward.numerics.are_met_by(asked.numerics)
-            and are_outputs(given.views)
+            and are_outputs(forward.views)
         )
         return TracedRegion(
             self._pulled_back(asked),
             (*self.operands, *states, *cotangents),
             nothing_saveable,
-            given,
+            forward,
             states=self._states_after(asked.num_states),
             inputs=self.inputs,
             calls=self.calls,
@@ -320,9 +317,7 @@ class TracedRegion:
         )
 
     @_once
-    def _backward(
-        self, roots: Roots, asked: Asked
-    ) -> tuple[DerivedForward, list[TensorMeta]]:
+    def _backward(self, roots: Roots, asked: Asked) -> tuple[Forward, list[TensorMeta]]:
         """The backward program, and the metadata of the generator states it takes."""
         if not (self.function.key or self.function.is_program):
             self.calls.note(asked.cotangents == self.stages(roots).joint.layout)
@@ -407,11 +402,14 @@ class TracedRegion:
         )
         operands = (*self.operands, *tangent_metas(self.operands, has_tangent))
         is_given = save or not self.keeps
-        origin = (
-            self._pushed_forward(roots, has_tangent, save)
-            if is_given
-            else function.outline(roots, operands, self.states, strict=self.is_opened)
-        )
+        if is_given:
+            forward = self.forward(roots, save)
+            below = self.jvp(roots, has_tangent, forward.shape[3])[0]
+            tangents = below.forward(roots, save=False)
+            origin = push(forward, tangents, below.every_view, len(self.operands))
+        else:
+            strict = self.is_opened
+            origin = function.outline(roots, operands, self.states, strict=strict)
         region = TracedRegion(
             function,
             operands,
@@ -424,16 +422,6 @@ class TracedRegion:
             made_from=self if is_given else None,
         )
         return Pushed(region, moved)
-
-    def _pushed_forward(
-        self, roots: Roots, has_tangent: tuple[bool, ...], save: bool
-    ) -> DerivedForward:
-        forward = self.forward(roots, save)
-        region = self.jvp(roots, has_tangent, forward.shape[3])[0]
-        tangents, views = region.forward(roots, save=False), region.every_view
-        origins = self.given.origins if self.given else None
-        pushed = push(forward, tangents, views, len(self.operands), origins)
-        return DerivedForward(*pushed, origins)
 
     @_once
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
