@@ -27,6 +27,8 @@ from remat._regions.traced import TracedRegion
 from remat._torch import guards
 from remat._tracing.open_sizes import Fixed, Templates
 
+_BATCH_NORM = "aten._native_batch_norm_legit_functional"
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
     settings = options.settings
     like_outputs = fixed is None and options.calls.are_like_outputs is True
     traced = trace_call(site, fixed, options.where, like_outputs=like_outputs)
-    covered = traced.cover()
+    covered = _captures.cover(traced.survey, traced.reads, [*map(id, traced.captured)])
     names = (*site.tensor_names, *covered.labels)
     require_lawful(site, settings.rng, traced, names)
     stages = Stages.of(traced.joints, settings.policy)
@@ -149,10 +151,11 @@ def _compiled_entry(
         labels=names,
         written=tuple(operand for operand, _ in joint.mutations),
         changed=traced.flattened.changed,
+        # Statistics, which torch's kernel writes without telling.
         unseen=frozenset(
             operand
             for operand, new in joint.mutations
-            if operators.makes_statistics(operators.made_by(values[new.index], values))
+            if operators.made_by(values[new.index], values) == _BATCH_NORM
         ),
         streams=frozenset(value.stream for value in values) - {""},
         hooked=traced.hooked,

@@ -20,7 +20,7 @@ from remat._calls import torch_compile
 from remat._calls.cache import Cache, CacheInfo
 from remat._calls.entry import Entry
 from remat._calls.options import Settings, why_out_of_graphs
-from remat._calls.residuals import Residual, residuals_of_region
+from remat._calls.residuals import Residual, residuals_of
 from remat._calls.routes import MISSED
 from remat._calls.signature import CallSite, Statics, call_site
 from remat._errors import CapturedTensorError, RematError, refusal
@@ -216,7 +216,7 @@ class DecoratedFunction(Generic[_P, _R]):
 
     def saved_residuals(self, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:
         """What a call holds between its forward and its backward, as `remat.saved_residuals`."""
-        return residuals_of_region(self.entry_of(args, kwargs)[0])
+        return residuals_of(self.entry_of(args, kwargs)[0])
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses and traces of this function's code, with these options."""

@@ -1,7 +1,6 @@
 """What a region holds between its forward and its backward, as a list."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -9,8 +8,7 @@ import torch
 from remat._calls.entry import Entry
 from remat._graph import operators
 from remat._graph.meta import TensorMeta
-from remat._graph.values import Graph
-from remat._partition.analysis import Analysis, Decisions
+from remat._partition.cut import Cut
 from remat.storage import AbstractStorage, Keep
 
 
@@ -56,58 +54,41 @@ class Residual:
         )
 
 
-SECOND = "an argument, held for a second derivative only"
+def residuals_of(entry: Entry, read: Cut | None = None) -> list[Residual]:
+    """The saved values in the order of the forward, then the operands.
 
-
-def residuals_of_region(entry: Entry) -> list[Residual]:
-    """The saved values in the order of the forward, then the operands."""
+    `read`: of a plain function, where no policy decides, what its backward reads.
+    """
     region, stages = entry.region, entry.stages
-    analysis, found = stages.analysis, stages.cut
-    values = made_values(analysis, found.saved, region.policy.reason, stages.decisions)
-    operands = [
-        operand_residual(
-            analysis.joint.graph,
-            index,
-            path,
-            index in found.operands,
-            region.inputs.get(index, Keep()),
+    analysis, values = stages.analysis, stages.joint.graph.values
+    found = read or stages.cut
+    reason = "a value that the backward reads" if read else region.policy.reason
+    # Name, path and operator, the value, its storage, its source, and why it is held.
+    rows: list[tuple[str, str, str, int, AbstractStorage, str, str]] = []
+    for index in found.saved:
+        number, value = analysis.numbers[analysis.roots[index]], values[index]
+        names = analysis.views[number].names if number in analysis.views else ()
+        storage = Keep() if read else stages.decisions[number].storage
+        made_by = operators.made_by(value, values)
+        rows.append(
+            (", ".join(names), "", made_by, index, storage, value.source, reason)
         )
-        for index, path in enumerate(entry.labels)
-    ]
-    return values + operands
-
-
-def operand_residual(
-    graph: Graph, index: int, path: str, is_read: bool, storage: AbstractStorage
-) -> Residual:
-    """An operand, read by the backward or held for a second derivative only."""
-    meta = graph.values[index].meta
-    assert isinstance(meta, TensorMeta)
-    name = ", ".join(graph.values[index].names)
-    reason = "an argument that the backward reads" if is_read else SECOND
-    return Residual(
-        name or path, path, "input", meta.shape, meta.dtype,
-        storage.held(meta).size_bytes, storage, "", reason,
-    )  # fmt: skip
-
-
-def made_values(
-    analysis: Analysis,
-    saved: Sequence[int],
-    reason: str,
-    decisions: Decisions | None = None,
-) -> list[Residual]:
-    """Values that a function made; outside any policy there are no decisions on them."""
-    graph = analysis.joint.graph
-    found: list[Residual] = []
-    for index in saved:
-        number, value = analysis.numbers[analysis.roots[index]], graph.values[index]
-        view, meta = analysis.views.get(number), value.meta
+    for index, path in enumerate(entry.labels):
+        if read and index not in read.operands:
+            continue
+        storage = region.inputs.get(index, Keep())
+        name = ", ".join(values[index].names) or path
+        is_read = index in found.operands
+        reason = f"an argument{' that the backward reads' if is_read else _SECOND}"
+        rows.append((name, path, "input", index, storage, "", reason))
+    residuals: list[Residual] = []
+    for name, path, op, index, storage, source, reason in rows:
+        meta = values[index].meta
         assert isinstance(meta, TensorMeta)
-        storage = Keep() if decisions is None else decisions[number].storage
-        found.append(Residual(
-            ", ".join(view.names) if view else "", "",
-            operators.made_by(value, graph.values), meta.shape, meta.dtype,
-            storage.held(meta).size_bytes, storage, value.source, reason,
-        ))  # fmt: skip
-    return found
+        size_bytes = storage.held(meta).size_bytes
+        what = (name, path, op, meta.shape, meta.dtype, size_bytes, storage)
+        residuals.append(Residual(*what, source, reason))
+    return residuals
+
+
+_SECOND = ", held for a second derivative only"

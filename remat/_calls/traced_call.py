@@ -114,12 +114,6 @@ class TracedCall:
     fixed: Fixed | None
     seconds: float  # how long it took
 
-    def cover(self) -> _captures.Covered:
-        """What the trace rests on, to be checked at each call."""
-        return _captures.cover(
-            self.survey, self.reads, [id(tensor) for tensor in self.captured]
-        )
-
 
 class _GainedGradient(Exception):
     """A trace has written to arguments at these places what has a gradient."""

@@ -148,11 +148,6 @@ def is_rng_state(op: Any) -> bool:
     return short_name(op) in ("remat.rng_state", "remat.stream_state")
 
 
-def makes_statistics(name: str) -> bool:
-    """Whether an operator returns statistics that torch's kernel writes without telling."""
-    return name == "aten._native_batch_norm_legit_functional"
-
-
 def is_keyed(op: Any) -> bool:
     """Whether an operator draws from a key, or derives keys: see `remat.random`."""
     return isinstance(op, schemas.OpOverload) and op.name().startswith("remat::random_")

@@ -8,13 +8,11 @@ runs, plans, reports or warns reads them here.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import final
 
 from remat._graph.joint import Joint
 from remat._graph.values import label
-from remat._partition.analysis import Analysis, Decisions, analyze, bytes_of
-from remat._partition.budgets import no_remat_bytes
+from remat._partition.analysis import Analysis, Decisions, analyze
 from remat._partition.cut import Cut, cut, permitted_members
 from remat._partition.decide import decide
 from remat.policies import AbstractPolicy
@@ -56,16 +54,6 @@ class Stages:
             for index in self.cut.saved
         )
         return () if all(storage.keeps for storage in storages) else storages
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of the saved values, before their storages make them fewer."""
-        return bytes_of(self.joint.graph, self.cut.saved)
-
-    @functools.cached_property
-    def plain_bytes(self) -> int:
-        """Bytes of the values that are saved where all may be, as without remat."""
-        return no_remat_bytes(self.analysis)
 
     def __str__(self) -> str:
         """The joint graph, what may be saved, what is, and what runs again."""

@@ -28,15 +28,10 @@ _MOST_NODES = 100_000  # a heuristic: how much of a graph to look at
 def note(error: RuntimeError, phase: str, call: Call, nodes: Iterable[Any]) -> None:
     """Adds to an out-of-memory error what regions held, unless it says so already."""
     is_noted = any(text.startswith(_FIRST) for text in getattr(error, "__notes__", ()))
-    if is_shortage(error) and not is_noted:
+    # On an accelerator, or the CPU.
+    is_found = isinstance(error, torch.OutOfMemoryError)
+    if (is_found or "can't allocate memory" in str(error)) and not is_noted:
         error.add_note(_shortage_text(phase, call, list(_values(nodes))))
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that there is no memory, on an accelerator or the CPU."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
 
 
 def name_of(function: Any) -> str:

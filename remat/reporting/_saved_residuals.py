@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from remat import storage
 from remat._calls.decorated import is_region, plain_region
-from remat._calls.residuals import Residual, made_values, operand_residual
+from remat._calls.residuals import Residual, residuals_of
 from remat._partition.analysis import Analysis
 from remat._partition.cut import Cut, cut
 from remat.policies._sizes import show_size
@@ -41,15 +40,7 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Re
     if is_region(f):
         return f.saved_residuals(*args, **kwargs)
     entry, *_ = plain_region(f).entry_of(args, kwargs)
-    analysis = entry.stages.analysis
-    found = _read_across(analysis)
-    made = made_values(analysis, found.saved, "a value that the backward reads")
-    graph = analysis.joint.graph
-    return made + [
-        operand_residual(graph, index, path, True, storage.Keep())
-        for index, path in enumerate(entry.labels)
-        if index in found.operands
-    ]
+    return residuals_of(entry, _read_across(entry.stages.analysis))
 
 
 def _read_across(analysis: Analysis) -> Cut:
