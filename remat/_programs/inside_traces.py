@@ -17,7 +17,7 @@ from remat._graph import operators
 from remat._graph.meta import device_of
 from remat._graph.values import Graph, Value, last_uses, replace_refs
 from remat._torch import levels, modes, schemas, tracer
-from remat._torch.forward_ad import dual_level_is_active
+from remat._torch.levels import dual_level_is_active
 from remat._tracing import importing, naming, refusals
 
 

@@ -20,7 +20,7 @@ from remat._graph.meta import TensorMeta, is_open
 from remat._graph.values import Graph
 from remat._programs.inside_traces import interpret
 from remat._switches.numerics import Numerics
-from remat._torch import autograd, forward_ad, levels, tracer
+from remat._torch import autograd, levels, tracer
 from remat._tracing.open_sizes import Templates
 from remat._tracing.trace import Flat, Request, trace, with_states
 
@@ -223,7 +223,7 @@ def pushforward(
 
         primals = tuple(operands[index] for index in pushed)
         given = tuple(tensors[len(tensors) - len(pushed) :])
-        with forward_ad.shared_dual_level():
+        with levels.shared_dual_level():
             found: Any = torch.func.jvp(of, primals, given, has_aux=True)
         _, made, values = found
         return [*values, *made] if with_values else made

@@ -38,7 +38,7 @@ from remat._regions.waiting import joints_of, store_inputs
 from remat._switches import blocks
 from remat._switches.numerics import Numerics
 from remat._torch import autograd, dynamo, guards, levels, tracer
-from remat._torch.forward_ad import dual_level_is_active
+from remat._torch.levels import dual_level_is_active
 
 
 def bind(call: Call, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -16,7 +16,7 @@ from remat._graph.values import Ref
 from remat._regions.derived_forwards import outputs_alone
 from remat._regions.forwards import Forward
 from remat._torch import isolation, levels
-from remat._torch.forward_ad import dual_level_is_active
+from remat._torch.levels import dual_level_is_active
 
 # Public, but torch has not annotated them.
 unpack_dual: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

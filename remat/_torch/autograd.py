@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, final
@@ -18,8 +19,8 @@ import torch._C._functorch as functorch_c
 from torch import Tensor
 from torch._functorch import eager_transforms, vmap
 
-from remat._torch.forward_ad import dual_levels
-from remat._torch.levels import functorch
+from remat._torch.attributes import attributes_as
+from remat._torch.levels import dual_levels, functorch
 from remat._torch.tracer import proxy_is_active
 from remat._torch.trees import map_tensors
 
@@ -43,12 +44,15 @@ def plain_apply(function: Any) -> Callable[..., Any]:
     return above.apply
 
 
-def is_batched_by_autograd(tensor: Tensor) -> bool:
-    """Whether `torch.autograd.grad(is_grads_batched=True)` maps over a tensor.
-
-    Obsolete when that maps as torch.func does.
-    """
-    return functorch_c.is_legacy_batchedtensor(tensor)
+# Whether `torch.autograd.grad(is_grads_batched=True)` maps over a tensor. Obsolete when that
+# maps as torch.func does.
+is_batched_by_autograd: Callable[[Tensor], bool] = functorch_c.is_legacy_batchedtensor
+# The number of the run of autograd on this thread, -1 outside of any.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+# Whether the backward that is under way on this thread runs a node of autograd's.
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+# The number of a node of autograd; of two nodes of one thread the later one's is larger.
+node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 
 def changed_since_saved(node: Any) -> list[tuple[int, Tensor]]:
@@ -110,11 +114,6 @@ def leaf_of(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else detached(tensor)
 
 
-def graph_task() -> int:
-    """The number of the run of autograd on this thread, -1 outside of any."""
-    return torch._C._current_graph_task_id()
-
-
 def keeps_graph() -> bool:
     """Whether the backward that runs may run once more: `retain_graph=True`.
 
@@ -164,11 +163,6 @@ def before_backward(tensor: Tensor, check: Callable[[], None]) -> None:
         node.register_prehook(hook)
 
 
-def will_execute(node: Any) -> bool:
-    """Whether the backward that is under way on this thread runs a node of autograd's."""
-    return torch._C._will_engine_execute_node(node)
-
-
 def backward(
     outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> None:
@@ -205,11 +199,6 @@ def at_end_of_task(function: Callable[[], None]) -> None:
     """Calls a function when the run of autograd that is under way ends without an error."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(function)
-
-
-def node_number(node: Any) -> int:
-    """The number of a node of autograd; of two nodes of one thread the later one's is larger."""
-    return node._sequence_nr()
 
 
 @final
@@ -276,21 +265,15 @@ def lifted_past_modes(lift: Callable[[Tensor], Tensor]) -> Generator[Lifting]:
                 setattr(owner, name, replace(each))
         _stood.append(stood)
     lifting = Lifting(lift)
-    outer, _liftings.stack = _liftings.stack, (*_liftings.stack, lifting)
     try:
-        yield lifting
+        with attributes_as(_liftings, stack=(*_liftings.stack, lifting)):
+            yield lifting
     finally:
-        _liftings.stack = outer
         with _lock:
             for (owner, name, _), each in zip(_ENTRANCES, _stood.pop(), strict=True):
                 setattr(owner, name, each)
 
 
-@contextlib.contextmanager
-def without_lifting() -> Generator[None]:
+def without_lifting() -> contextlib.AbstractContextManager[None]:
     """Lifts nothing of this thread's inside: what runs there is not the user's."""
-    outer, _liftings.stack = _liftings.stack, ()
-    try:
-        yield
-    finally:
-        _liftings.stack = outer
+    return attributes_as(_liftings, stack=())

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from remat._torch.attributes import attributes_as
+
 _dist: Any = dist
 
 
@@ -128,9 +130,5 @@ def called_again(module: Any) -> Generator[None]:
     state: Any = module._get_fsdp_state()
     if state._training_state.name == "PRE_BACKWARD":
         state._training_state = state._training_state.__class__.IDLE
-    ahead = state._states_to_forward_prefetch
-    state._states_to_forward_prefetch = []
-    try:
+    with attributes_as(state, _states_to_forward_prefetch=[]):
         yield
-    finally:
-        state._states_to_forward_prefetch = ahead

@@ -94,12 +94,9 @@ def constant_for_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return function
 
 
-def compilation() -> object:
-    """An object that identifies the compilation of one frame, all attempts of it; or None.
-
-    Obsolete when a backend may end the graph at a node.
-    """
-    return _torch._guards.CompileContext.try_get()
+# An object that identifies the compilation of one frame, all attempts of it; or None. Obsolete
+# when a backend may end the graph at a node.
+compilation: Callable[[], object] = _torch._guards.CompileContext.try_get
 
 
 def take_floats_for_constants() -> None:

@@ -19,8 +19,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from remat._torch.dtensor import local_part
-from remat._torch.forward_ad import no_dual_level
-from remat._torch.levels import unwrapped
+from remat._torch.levels import no_dual_level, unwrapped
 from remat._torch.taking_functions import takes_functions
 from remat._torch.trees import map_tensors, tensor_leaves
 
@@ -61,7 +60,6 @@ def is_in_parts(tensor: Tensor) -> bool:
 
 _registrations: Any = _meta_registrations
 _taking: Any = taking_utils
-_functions_of_shapes: dict[Any, Any] = _taking.registered_hop_fake_fns
 
 
 class _FakeMode(FakeTensorMode):
@@ -102,7 +100,7 @@ class _FakeMode(FakeTensorMode):
 
     def _taking_functions(self, op: Any, args: Any, kwargs: Any) -> Any:
         """An operator that takes functions; torch's cache of results would hold these."""
-        function = _functions_of_shapes.get(op)
+        function = _taking.registered_hop_fake_fns.get(op)
         if function is None:
             return op.python_key_table[FakeTensorMode](self, *args, **kwargs)
         with self:
@@ -232,15 +230,13 @@ def zeros_like_results(
 ) -> Any:
     """What a call returns, with zeros for its numbers, computed without data."""
     # torch asks for the gradient of what it converts, and warns if that is no leaf.
-    leaves = map_tensors(_leaf_of, (args, kwargs))
+    leaves = map_tensors(
+        lambda each: each.detach().requires_grad_(each.requires_grad), (args, kwargs)
+    )
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         args, kwargs = map_tensors(mode.from_tensor, leaves)
         results = function(*args, **kwargs)
     return map_tensors(_zeros_like_fake, results)
-
-
-def _leaf_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _zeros_like_fake(fake: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ import torch._C._functorch as functorch_c
 from torch import Tensor, nn
 
 from remat._torch.autocast import autocast_keeps_casts, is_weight
-from remat._torch.forward_ad import dual_levels
 from remat._torch.levels import (
     all_unwrapped,
+    dual_levels,
     functorch,
     is_wrapped,
     requires_grad_anywhere,

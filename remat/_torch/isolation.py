@@ -12,9 +12,11 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from remat._torch.attributes import attributes_as
 from remat._torch.autograd import without_lifting
-from remat._torch.forward_ad import dual_levels, shared_dual_level
-from remat._torch.levels import leave_functorch
+from remat._torch.levels import dual_levels, leave_functorch, shared_dual_level
+
+_logger_of_fakes = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @contextlib.contextmanager
@@ -29,7 +31,8 @@ def isolated() -> Generator[None]:
         dual_levels._set_fwd_grad_enabled(True),
         # Its checks for nan read numbers, which fake tensors do not have.
         torch.autograd.set_detect_anomaly(False),
-        _without_logs_of_fakes(),
+        # Fake tensors log a traceback of each failure before they raise it.
+        attributes_as(_logger_of_fakes, disabled=True),
         _without_saving_hooks(),
     ):
         yield
@@ -66,15 +69,3 @@ def _without_saving_hooks() -> Generator[None]:
     finally:
         for pair in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(*pair)
-
-
-@contextlib.contextmanager
-def _without_logs_of_fakes() -> Generator[None]:
-    # Fake tensors log a traceback of each failure before they raise it.
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -1,12 +1,11 @@
-"""The levels of torch.func: which are active, what they wrap, and how to step below one.
+"""The levels of torch.func, what they wrap, steps below one, and forward mode's dual level.
 
-Obsolete when a primitive can register its own rules there, and when torch.func tells which
-levels wrap a tensor.
+Obsolete when a primitive can register its own rules there, when torch.func tells which
+levels wrap a tensor, and with nested dual levels, of which torch has one.
 """
 
 # pyright: reportPrivateUsage=false
 import contextlib
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Generator, Sequence
@@ -15,15 +14,16 @@ from typing import Any, NamedTuple
 import torch
 import torch._C._functorch as functorch_c
 from torch import Tensor, fx
-from torch._functorch import pyfunctorch
+from torch._functorch import eager_transforms, pyfunctorch
 from torch._functorch.utils import (
     enable_single_level_autograd_function,
     unwrap_dead_wrappers,
 )
 from torch._functorch.vmap import restore_vmap as restore_vmap
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from remat._torch.forward_ad import dual_level_is_active, dual_levels, transforms
+from remat._torch.attributes import attributes_as
 from remat._torch.modes import without_torch_function
 
 # The autograd.Function that sees one functorch level. Obsolete when autograd.Function
@@ -32,10 +32,18 @@ SingleLevelFunction: type[torch.autograd.Function] = _SingleLevelFunction  # pyr
 
 enable_single_level = enable_single_level_autograd_function
 functorch: Any = functorch_c
+dual_levels: Any = forward_ad
+_transforms: Any = eager_transforms
 _grad_mode: Any = torch.autograd.grad_mode
 
 # (a tensor) -> the level of the transform that wrapped it, -1 where none has, -2 where it ended.
 level_of: Callable[[Tensor], int] = functorch.maybe_get_level
+
+
+# A look-up is faster than asking an enumeration for a name.
+_KINDS = {
+    key: name.lower() for name, key in functorch_c.TransformType.__members__.items()
+}
 
 
 def interpreter_is_active() -> bool:
@@ -48,13 +56,7 @@ def current_interpreter() -> tuple[str, Any] | None:
     top = functorch.peek_interpreter_stack()
     if top is None:
         return None
-    return _kind_of(top.key()), pyfunctorch.coerce_cinterpreter(top)
-
-
-@functools.cache
-def _kind_of(key: Any) -> str:
-    # A look-up is faster than asking an enumeration for a name.
-    return key.name.lower()
+    return _KINDS[top.key()], pyfunctorch.coerce_cinterpreter(top)
 
 
 @contextlib.contextmanager
@@ -252,6 +254,32 @@ def is_mapped() -> bool:
     return any(each.key() == functorch_c.TransformType.Vmap for each in stack)
 
 
+def dual_level_is_active() -> bool:
+    """Whether a `torch.autograd.forward_ad.dual_level` is open."""
+    return dual_levels._current_level >= 0
+
+
+def no_dual_level() -> contextlib.AbstractContextManager[None]:
+    """Hides forward mode from code that runs below it, such as a fake mode's.
+
+    If the arguments of a call do not match one overload, torch prints them before it tries
+    the next. Printing a tensor asks for its tangent, which fails below autograd and leaves
+    the thread's dispatch state broken. Obsolete when a trace of torch.func.jvp over
+    `x.lerp_(y, w)` works on plain torch.
+    """
+    return attributes_as(dual_levels, _current_level=-1)
+
+
+def shared_dual_level() -> contextlib.AbstractContextManager[None]:
+    """Lets torch.func.jvp run where the caller has opened forward mode.
+
+    It would open the single level a second time, unless it had opened it itself.
+    """
+    if dual_levels._current_level < 0 or _transforms.JVP_NESTING:
+        return contextlib.nullcontext()
+    return attributes_as(_transforms, JVP_NESTING=1)
+
+
 @contextlib.contextmanager
 def dual_level_told() -> Generator[None]:
     """Tells torch.func's Python code of a level of jvp that only its C++ code knows.
@@ -264,13 +292,12 @@ def dual_level_told() -> Generator[None]:
     if dual_levels._current_level >= 0 or all(each.key() != jvp for each in stack):
         yield
         return
-    dual_levels._current_level = 0
-    transforms.JVP_NESTING += 1
-    try:
+    nesting = _transforms.JVP_NESTING + 1
+    with (
+        attributes_as(dual_levels, _current_level=0),
+        attributes_as(_transforms, JVP_NESTING=nesting),
+    ):
         yield
-    finally:
-        transforms.JVP_NESTING -= 1
-        dual_levels._current_level = -1
 
 
 # The functions in a graph of Dynamo that take a level, and the place of that argument.

@@ -55,9 +55,15 @@ def is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def dispatch_modes() -> Sequence[Any]:
-    """The dispatch modes of this thread, the innermost last."""
-    return _get_current_dispatch_mode_stack()
+# The dispatch modes of this thread, the innermost last.
+dispatch_modes: Callable[[], Sequence[Any]] = _get_current_dispatch_mode_stack
+# () -> a context whose body is hidden from the torch-function modes, such as a trace's.
+# Obsolete when torch makes public the switch that leaves subclasses enabled.
+without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = (
+    torch._C.DisableTorchFunction
+)
+# Whether subclasses and modes handle functions of torch on this thread.
+torch_function_state: Callable[[], Any] = _torch._C._get_torch_function_state
 
 
 def run_in_mode(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -77,19 +83,6 @@ def run_in_mode(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 
 
 _BY_SCALAR = frozenset({torch.ops.aten.mul.Scalar, torch.ops.aten.add.Scalar})
-
-
-def without_torch_function() -> contextlib.AbstractContextManager[Any]:
-    """Runs the body hidden from the torch-function modes, such as a trace's.
-
-    Obsolete when torch makes public the switch that leaves subclasses enabled.
-    """
-    return torch._C.DisableTorchFunction()
-
-
-def torch_function_state() -> Any:
-    """Whether subclasses and modes handle functions of torch on this thread."""
-    return _torch._C._get_torch_function_state()
 
 
 @contextlib.contextmanager

@@ -6,10 +6,12 @@ Obsolete when torch makes the hooks public; a function that says so itself has a
 # pyright: reportPrivateUsage=false
 import contextlib
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+
+from remat._torch.attributes import attributes_as
 
 _T = TypeVar("_T")
 _CALLS = torch.nn.Module.__call__.__code__.co_filename
@@ -32,19 +34,15 @@ def copied(module: _T, **attributes: Any) -> _T:
     return copy
 
 
-@contextlib.contextmanager
-def converting_by(made_of: Callable[[Any], Any]) -> Generator[None]:
+def converting_by(
+    made_of: Callable[[Any], Any],
+) -> contextlib.AbstractContextManager[None]:
     """Inside, `Module.to` and its like do what is made of torch's own function for that.
 
     Obsolete when that leaves a module alone of which it changes nothing.
     """
     kind: Any = torch.nn.Module
-    own = kind._apply
-    kind._apply = made_of(own)
-    try:
-        yield
-    finally:
-        kind._apply = own
+    return attributes_as(kind, _apply=made_of(kind._apply))
 
 
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:

@@ -7,6 +7,7 @@ Obsolete when overloads show their schemas and torch annotates torch.library.
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
+# The schema of an operator of `torch.ops`. Obsolete when overloads show theirs.
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 
 
 def bindings(op: Any) -> Iterator[Callable[..., Any]]:
@@ -101,9 +104,8 @@ def has_first_order_formula(op: Any) -> bool:
     return op is torch.ops.aten.cumprod.default
 
 
-def has_kernel(name: str, key: str) -> bool:
-    """Whether an operator has a kernel of its own for a dispatch key, both by their names."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+# Whether an operator has a kernel of its own for a dispatch key, both by their names.
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 def has_kernel_on(device_type: str, name: str) -> bool:
@@ -155,11 +157,6 @@ def register_vmap(name: str, function: Callable[..., Any]) -> None:
     """Says how an operator of this package is mapped."""
     api: Any = torch.library
     api.register_vmap(f"remat::{name}", function, lib=library())
-
-
-def schema_of(op: Any) -> Any:
-    """The schema of an operator of `torch.ops`. Obsolete when overloads show theirs."""
-    return op._schema
 
 
 def leave_out_of_compilers(op: Any) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -143,9 +144,8 @@ def _shape_env() -> type[Any]:
     return Env
 
 
-def node_of(number: Any) -> Any:
-    """What torch knows of a symbol; torch does not type it."""
-    return number.node
+# What torch knows of a symbol; torch does not type it.
+node_of: Callable[[Any], Any] = operator.attrgetter("node")
 
 
 def symbol_expression(number: Any) -> Any:
@@ -164,13 +164,10 @@ def is_exact(number: Any) -> bool:
 
 def is_whole(node: Any) -> bool:
     """Whether nothing in the number of a symbol's node is rounded before its last step."""
-    return all(each.is_integer for each in _subexpressions(node.expr))
-
-
-def _subexpressions(expression: Any) -> Iterator[Any]:
-    for each in expression.args:
-        yield each
-        yield from _subexpressions(each)
+    pending = [*node.expr.args]
+    for each in pending:
+        pending += each.args
+    return all(each.is_integer for each in pending)
 
 
 def hint(number: Any) -> Any:

@@ -4,6 +4,8 @@ Obsolete when it does.
 """
 
 # pyright: reportPrivateUsage=false
+import operator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -35,9 +37,10 @@ def overrides_functions(kind: type[Tensor]) -> bool:
     return getattr(handler, "__func__", handler) is not plain.__func__
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Whether autograd takes a tensor for a view."""
-    return tensor._is_view()
+# Whether autograd takes a tensor for a view.
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+# A number that no other living storage has. Obsolete when torch makes one public.
+key_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 
 
 def tensor_without_data(kind: type[Any], like: Tensor) -> Any:
@@ -67,11 +70,6 @@ def is_own_data(tensor: Tensor, data: Tensor) -> bool:
 def storage_key(tensor: Tensor) -> int:
     """One number for all tensors that share memory, fake ones too."""
     return key_of(tensor.untyped_storage())
-
-
-def key_of(storage: torch.UntypedStorage) -> int:
-    """A number that no other living storage has. Obsolete when torch makes one public."""
-    return storage._cdata
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:

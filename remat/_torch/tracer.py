@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree, _thunk as thunk
 from torch.utils._python_dispatch import _disable_current_modes
 
+from remat._torch.attributes import attributes_as
 from remat._torch.dynamo import dynamo_as_before, whole_graphs_in_parts
 from remat._torch.modes import DispatchMode, is_watched
 from remat._torch.sizes import is_exact, is_open, symbol_expression
@@ -148,6 +149,61 @@ def _compiled_functions_as_written() -> Generator[None]:
         yield
 
 
+def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with its in-place operators replaced, its views kept.
+
+    It does what torch.func.functionalize does, but is not a transform. Under a transform
+    torch decomposes some operators (binary_cross_entropy_with_logits), which changes bits.
+    Obsolete when torch.func.functionalize leaves them whole.
+    """
+
+    def run(*args: Tensor) -> list[Tensor | None]:
+        with _functionalization_active():
+            wrapped = [_torch._to_functional_tensor(each) for each in args]
+            outputs = [
+                None if each is None else value_of(each) for each in function(*wrapped)
+            ]
+            for given, each in zip(args, wrapped, strict=True):
+                changed = value_of(each)
+                if changed is not given:
+                    given.copy_(changed)
+            return outputs
+
+    return run
+
+
+def put_for(tensor: Tensor, new: Tensor) -> None:
+    """Writes `new` to a tensor inside of `functionalized`.
+
+    `copy_` would do the same by a copy of its own.
+    """
+    _torch._functionalize_replace(tensor, value_of(new))
+    _torch._functionalize_commit_update(tensor)
+    _torch._sync(tensor)
+
+
+@contextlib.contextmanager
+def _functionalization_active() -> Generator[None]:
+    # AOTAutograd switches this key off around all that it calls.
+    excluded: Any = _torch._C._dispatch_tls_local_exclude_set()
+    permitted = excluded.remove(torch._C.DispatchKey.Functionalize)
+    included = _torch._C._dispatch_tls_local_include_set()
+    with _torch._C._ForceDispatchKeyGuard(included, permitted):
+        _torch._enable_functionalization(reapply_views=True)
+        try:
+            yield
+        finally:
+            _torch._disable_functionalization()
+
+
+def value_of(tensor: Tensor) -> Tensor:
+    """What a tensor inside of `functionalized` stands for now."""
+    if not _torch._is_functional_tensor(tensor):
+        return tensor
+    _torch._sync(tensor)
+    return _torch._from_functional_tensor(tensor)
+
+
 class ShapesAside(DispatchMode):
     """Hides from a trace the operators that torch runs on "meta" to find out shapes.
 
@@ -222,9 +278,10 @@ def active_tracer() -> Any:
     return mode.tracer
 
 
-def unrecorded() -> contextlib.AbstractContextManager[Any]:
-    """Runs the body without recording it in the trace being made."""
-    return proxy_tensor.disable_proxy_modes_tracing()
+# () -> a context whose body is not recorded in the trace being made.
+unrecorded: Callable[[], contextlib.AbstractContextManager[Any]] = (
+    proxy_tensor.disable_proxy_modes_tracing
+)
 
 
 def add_placeholder(tensor: Tensor, name: str) -> None:
@@ -238,17 +295,9 @@ def add_placeholder(tensor: Tensor, name: str) -> None:
     proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
 
 
-@contextlib.contextmanager
-def own_parametrizations() -> Generator[None]:
+def own_parametrizations() -> contextlib.AbstractContextManager[None]:
     """Inside, `torch.nn.utils.parametrize.cached()` has an empty cache of its own.
 
     What it caches there comes from stand-ins. Obsolete when the cache is public.
     """
-    if not parametrize._cache_enabled:  # pyright: ignore[reportUnknownMemberType]
-        yield
-        return
-    before, parametrize._cache = parametrize._cache, {}
-    try:
-        yield
-    finally:
-        parametrize._cache = before
+    return attributes_as(parametrize, _cache={})

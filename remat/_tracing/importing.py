@@ -23,9 +23,8 @@ from remat._graph.values import Ref, Value
 from remat._switches.numerics import Numerics
 from remat._torch import (
     autograd,
-    forward_ad,
-    functionalization,
     isolation,
+    levels,
     sizes,
     taking_functions,
     tracer,
@@ -129,7 +128,7 @@ def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.Grap
     """Replaces the in-place operators of a graph to be imported; its views are kept."""
     graph = module.graph
     # The graph holds its casts: autocast would add others around them.
-    with Numerics.current().settled(), torch.no_grad(), forward_ad.no_dual_level():
+    with Numerics.current().settled(), torch.no_grad(), levels.no_dual_level():
         for old, new in in_place_operators.rename_fresh(graph):
             if "remat" in old.meta:
                 note = dataclasses.replace(old.meta["remat"], in_place=True)
@@ -139,7 +138,7 @@ def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.Grap
         inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         inputs[: len(operands)] = operands
         detached = [each.detach() for each in inputs]
-        pure = functionalization.functionalized(_Annotated(module).run)
+        pure = tracer.functionalized(_Annotated(module).run)
         return tracer.make_fx(pure, detached)
 
 

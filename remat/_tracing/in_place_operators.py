@@ -20,7 +20,7 @@ from torch import fx
 
 from remat._graph import operators
 from remat._graph.meta import TensorMeta
-from remat._torch import functionalization, schemas, sizes
+from remat._torch import schemas, sizes, tracer
 
 _aten = torch.ops.aten
 
@@ -145,7 +145,7 @@ def run_on_copies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     made = _on_copies(op, written)(**given)
     returned: list[Any] = [made] if isinstance(made, torch.Tensor) else [*made]
     for name in reversed(written):
-        functionalization.put_for(given[name], returned.pop())
+        tracer.put_for(given[name], returned.pop())
     results = [
         returned.pop(0) if each.alias_info is None else given[_aliased(op, each)]
         for each in schemas.schema_of(op).returns
@@ -195,14 +195,14 @@ def lay_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
     A pure operator chooses the strides of its result. The operator in place leaves those of
     the tensor that it writes to, and what reads the tensor next may depend on them.
     """
-    found = functionalization.value_of(tensor)
+    found = tracer.value_of(tensor)
     if sizes.is_open(found) or found.stride() == stride:
         return
     order = sorted(range(found.dim()), key=lambda dim: -stride[dim])
     dense = tensor.permute(order).contiguous()
     laid = dense.permute([order.index(dim) for dim in range(found.dim())])
     if laid.stride() == stride:
-        functionalization.put_for(tensor, laid)
+        tracer.put_for(tensor, laid)
 
 
 def _written_arguments(op: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from remat._api import remat
 from remat._errors import refusal
 from remat._switches.blocks import is_inert
 from remat._torch import autocast, autograd, fakes, guards, levels
-from remat._torch.forward_ad import dual_level_is_active
+from remat._torch.levels import dual_level_is_active
 from remat._tracing.thread import is_running
 from remat.layers._tiled import tiled
 from remat.storage._argument_checks import refuse, require_type
