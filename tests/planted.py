@@ -12,7 +12,7 @@ import torch
 from hypothesis import Phase, given, settings
 
 from remat._calls import decorated, entry
-from remat._captures import generated_check
+from remat._captures import covered
 from remat._graph import numbering, values
 from remat._regions import rules, traced
 from remat._torch import tracer
@@ -155,7 +155,7 @@ def wrong_index_of_output():
 
 def stale_global():
     """What a trace rested on is not looked at again."""
-    return mock.patch.object(generated_check, "clause", return_value="True")
+    return mock.patch.object(covered, "clause", return_value="True")
 
 
 #: The bugs by the kind of functions that they break: hunts among others find nothing.

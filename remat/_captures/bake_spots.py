@@ -20,20 +20,9 @@ from remat._captures.contents import (
     shows_members,
     slots,
 )
-from remat._captures.covered import Covered
-from remat._captures.library import is_library_module, mentions, user_bases
-from remat._captures.places import (
-    ITEMS,
-    NOT_THERE,
-    Label,
-    Step,
-    attributes,
-    is_kept_property,
-    is_simple,
-    look,
-)
-from remat._captures.spot_rules import (
+from remat._captures.covered import (
     ABSENT,
+    Covered,
     Equal,
     Instance,
     IsTensor,
@@ -44,6 +33,17 @@ from remat._captures.spot_rules import (
     SameAs,
     Sized,
     Spot,
+)
+from remat._captures.library import is_library_module, mentions, user_bases
+from remat._captures.places import (
+    ITEMS,
+    NOT_THERE,
+    Label,
+    Step,
+    attributes,
+    is_kept_property,
+    is_simple,
+    look,
 )
 from remat._captures.walk import EVERYTHING, Node, Survey
 from remat._generators import trackers
