@@ -11,6 +11,7 @@ from typing import Any, cast, final
 from torch import Tensor, nn
 
 from remat._captures.contents import (
+    AS_CLASS,
     REGISTERED,
     WATCHED,
     is_compared,
@@ -249,7 +250,7 @@ class _Baker:
             self.pending.append(self.survey.nodes[id(value)])
             if not (is_compared(value) or node.look is of_library_function):
                 self.untold.append((spot, type(value)))
-        elif step[0] not in {"type", "base"}:
+        elif step[0] not in AS_CLASS:
             same = SameAs(self.known[id(value)])
             self.write(node, step, Equal(value) if is_simple(value) else same)
 

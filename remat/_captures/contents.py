@@ -44,6 +44,8 @@ _CONSTRUCTION = frozenset(
     {"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"}
     | {"__del__", "__repr__", "__str__", "__reduce__", "__getstate__", "__setstate__"}
 )
+# Steps to a class as that of an object, whose contents are asked otherwise than a value's.
+AS_CLASS = frozenset({"type", "base"})
 # Set by a recording while it runs, and removed after it.
 WATCHERS = frozenset({"__getattribute__", "__setattr__"})
 
@@ -308,7 +310,7 @@ def look_for(value: object, step: Step) -> Look:
     if isinstance(value, type):
         if not library.user_bases(value):
             return of_nothing
-        return of_class if is_class_of_an_object(step) else of_called_class
+        return of_class if step[0] in AS_CLASS else of_called_class
     return _sort_of_type(type(value))
 
 
@@ -367,11 +369,6 @@ def shows_contents(kind: type) -> bool:
     sort = _sort_of_type(kind)
     has_places = kind.__dictoffset__ != 0 or bool(slots(kind))
     return sort is not _of_wrapper and (sort is not _of_object or has_places)
-
-
-def is_class_of_an_object(step: Step) -> bool:
-    """Whether the contents of a class are asked as those of an object's type, not of a value."""
-    return step[0] in {"type", "base"}
 
 
 def of_roots(roots: tuple[object, ...], _: set[str]) -> Content:

@@ -261,6 +261,14 @@ def look(owner: object, step: Step) -> object:
     return holder[key].cell_contents if kind == "cell" else holder[key]
 
 
+def _is_there(owner: object, step: Step) -> bool:
+    try:
+        look(owner, step)
+    except NOT_THERE:
+        return False
+    return True
+
+
 def put(owner: Any, step: Step, value: object) -> None:
     """Writes `value` one step from `owner`, past any `__setattr__` of its class.
 
@@ -269,21 +277,25 @@ def put(owner: Any, step: Step, value: object) -> None:
     Raises:
         AttributeError, LookupError, TypeError, ValueError: the place cannot be written.
     """
-    kind, key = step
-    if value is MISSING:
-        _remove_place(owner, step)
-    elif kind == "attr":
-        object.__setattr__(owner, cast("str", key), value)
-    elif kind == "cell":
-        owner.__closure__[key].cell_contents = value
+    kind, key = cast("tuple[str, Any]", step)
+    base: Any = type if issubclass(type(owner), type) else object
+    if value is MISSING and not _is_there(owner, step):
+        return  # who put a value there has taken it away again
+    if kind in {"attr", "cell"} or (kind == "var" and base is type):
+        if kind == "cell":
+            owner, key = owner.__closure__[key], "cell_contents"
+        if value is MISSING:
+            base.__delattr__(owner, key)
+        else:
+            base.__setattr__(owner, key, value)
+    elif value is MISSING:
+        del _HOLDERS[kind](owner)[key]
     elif kind == "default":
         defaults = list(owner.__defaults__)
-        defaults[cast("int", key)] = value
+        defaults[key] = value
         owner.__defaults__ = tuple(defaults)
-    elif kind == "var" and isinstance(owner, type):
-        type.__setattr__(owner, cast("str", key), value)
     elif kind == "value":
-        owner[[*owner][cast("int", key)]] = value
+        owner[[*owner][key]] = value
     elif kind == "variable":
         _set_in_context(owner, value)
     elif kind == "members":
@@ -298,22 +310,6 @@ def _set_in_context(variable: contextvars.ContextVar[object], value: object) -> 
     if value is Unset.UNSET:
         raise LookupError("only who set a context variable can make it unset again")
     variable.set(value)
-
-
-def _remove_place(owner: Any, step: Step) -> None:
-    kind, key = step
-    try:
-        look(owner, step)
-    except NOT_THERE:
-        return  # who put a value there has taken it away again
-    if kind == "attr":
-        object.__delattr__(owner, cast("str", key))
-    elif kind == "cell":
-        del owner.__closure__[key].cell_contents
-    elif kind == "var" and isinstance(owner, type):
-        type.__delattr__(owner, cast("str", key))
-    else:
-        del _HOLDERS[kind](owner)[key]
 
 
 def fill(owner: Any, items: Any) -> None:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from remat._captures.contents import (
+    AS_CLASS,
     BY_NAME,
     Content,
     Look,
-    is_class_of_an_object,
     look_for,
     of_called_class,
     of_class,
@@ -168,7 +168,7 @@ class Survey:
             if node.look is of_user_function:
                 self.names |= mentions(node.value.__code__).names
             pending.append(node)
-        elif node and node.look is of_class and not is_class_of_an_object(step):
+        elif node and node.look is of_class and step[0] not in AS_CLASS:
             node.look = of_called_class
             pending.append(node)
 

@@ -6,10 +6,14 @@ Obsolete when torch makes the hooks public; a function that says so itself has a
 # pyright: reportPrivateUsage=false
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from remat._torch.attributes import attributes_as
 
@@ -45,10 +49,16 @@ def converting_by(
     return attributes_as(kind, _apply=made_of(kind._apply))
 
 
-def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
-    """The hooks that run before a module's forward."""
-    hooks: Any = module._forward_pre_hooks  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return [*hooks.values()]
+def made_by_hooks(module: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The attributes that hooks set, and what computes them, without a power iteration."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm):
+            yield hook.name, partial(hook.compute_weight, module, False)
+        elif isinstance(hook, WeightNorm):
+            yield hook.name, partial(hook.compute_weight, module)
+        elif isinstance(hook, BasePruningMethod):
+            masked: Any = hook
+            yield masked._tensor_name, partial(masked.apply_mask, module)
 
 
 def hooks_for_all() -> list[Any]:
@@ -56,11 +66,6 @@ def hooks_for_all() -> list[Any]:
     every: Any = torch.nn.modules.module
     kinds = (every._global_forward_pre_hooks, every._global_forward_hooks)
     return [hook for hooks in kinds for hook in hooks.values()]
-
-
-def pruned_name(hook: Any) -> str:
-    """The parameter that a pruning method masks."""
-    return hook._tensor_name
 
 
 def second_places(kind: type) -> tuple[str, ...]:
