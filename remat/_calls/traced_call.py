@@ -27,12 +27,12 @@ from remat._regions.functions import Roots
 from remat._torch import guards, modes, trees
 from remat._tracing.arguments import Given
 from remat._tracing.engines import require_no_engine
-from remat._tracing.left_behind import taken_out_on_error
 from remat._tracing.open_sizes import Fixed, Template, trace_open
 from remat._tracing.refusals import gains_gradient
 from remat._tracing.side_effects import (
     require_no_effects,
     require_nothing_left,
+    taken_out_on_error,
     undone,
     undone_on_error,
 )
@@ -166,7 +166,10 @@ def _trace_call(
                 had = [*map(guards.requires_grad, traced.captured)]
                 gained = _gained(had, traced.stand_ins)
             hooked = put_back(survey)
-            require_no_effects(survey, reads, traced, where)
+            # A buffer that was assigned to itself (out=...) is the buffer, not its stand-in.
+            survey.put_back(traced.stand_ins, traced.captured)
+            traced.stand_ins.clear()
+            require_no_effects(survey, reads, where)
             require_nothing_left(traced.fakes, output.statics, where)
     joints = traced.joints
     if template is not None:

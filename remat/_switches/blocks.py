@@ -17,6 +17,8 @@ from typing import Any, final
 
 import torch
 
+from remat._torch.attributes import attributes_as
+
 _DISABLED = os.environ.get("REMAT_DISABLE", "0") not in ("", "0")
 
 
@@ -141,12 +143,8 @@ _stand_ins = _StandIns()
 @contextlib.contextmanager
 def standing_in(instead: Instead) -> Generator[None]:
     """Has a function give what each region that is called inside, on this thread, returns."""
-    before, _stand_ins.call = _stand_ins.call, instead
-    try:
-        with departing():
-            yield
-    finally:
-        _stand_ins.call = before
+    with attributes_as(_stand_ins, call=instead), departing():
+        yield
 
 
 def stand_in() -> Instead | None:

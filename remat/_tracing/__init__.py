@@ -8,6 +8,5 @@ as pure operators, or on copies; `aliases`: which returned tensors are outputs, 
 again; `collectives`: as pure operators; `engines`: of DDP and others; `indexing`: tensors as
 indices or masks; `naming`: `checkpoint_name`; `open_sizes`: templates for every size;
 `like_numbers`: size symbols (no tensors) in user code; `taken_functions`: those of `torch.cond` and
-its like; `refusals`: errors; `left_behind`: tensors of a trace in the objects of others;
-`side_effects`: what a trace leaves behind.
+its like; `refusals`: errors; `side_effects`: what a trace leaves behind, in objects of others too.
 """

@@ -12,70 +12,42 @@ import contextlib
 import importlib
 import inspect
 import sys
-import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any
 
 import torch
 
+from remat._torch.attributes import attributes_as
 from remat._torch.sizes import PLAIN, SYMBOLIC, number
+from remat._torch.tracer import one_trace_at_a_time
 
-# The shape environments whose symbols look like numbers, and the lock of the list.
+# The shape environments whose symbols look like numbers.
 _answering: list[Any] = []
-_lock = threading.Lock()
-
 _INTERNAL = {"torch", "functorch", "sympy", "mpmath", "remat"}
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 
-# The symbols' own methods.
-_OWN: dict[tuple[type[Any], str], Callable[..., Any]] = {
-    (kind, name): vars(kind)[name]
-    for kind in SYMBOLIC
-    for name in ("__repr__", *_COMPARISONS)
-    if name in vars(kind)
-}
+_REPR: dict[type[Any], Any] = {k: k.__repr__ for k in SYMBOLIC}
 
 
 @contextlib.contextmanager
 def like_numbers(env: Any) -> Generator[None]:
     """Inside, the symbols of a shape environment look like numbers to the user's code."""
-    with _lock:
-        if not _answering:
-            for kind, name, hook in _methods_like_numbers():
-                setattr(kind, name, hook)
+    with one_trace_at_a_time(), contextlib.ExitStack() as undo:
+        for kind in () if _answering else SYMBOLIC:
+            methods = {**_METHODS}
+            for name in _COMPARISONS if kind is not torch.SymBool else ():
+                if name in vars(kind):
+                    methods[name] = _comparing(vars(kind)[name])
+            undo.enter_context(attributes_as(kind, **methods))
+        undo.callback(_answering.remove, env)
         _answering.append(env)
-    try:
         yield
-    finally:
-        with _lock:
-            _answering.remove(env)
-            if not _answering:
-                for kind, name, _ in _methods_like_numbers():
-                    _restore_symbol_method(kind, name)
-
-
-def _methods_like_numbers() -> Iterator[tuple[type[Any], str, Callable[..., Any]]]:
-    for kind in SYMBOLIC:
-        yield kind, "__repr__", _text_like_number
-        yield kind, "__format__", _format_like_number
-        yield kind, "__getattribute__", _attribute_like_number
-        yield kind, "__array__", _array_like_number
-    for kind, name in _OWN:
-        if name in _COMPARISONS and kind is not torch.SymBool:
-            yield kind, name, _comparing(_OWN[kind, name])
-
-
-def _restore_symbol_method(kind: type[Any], name: str) -> None:
-    if (kind, name) in _OWN:
-        setattr(kind, name, _OWN[kind, name])
-    else:
-        delattr(kind, name)
 
 
 def _text_like_number(symbol: Any) -> str:
     if not _is_users(symbol):
-        return _OWN[type(symbol), "__repr__"](symbol)
+        return _REPR[type(symbol)](symbol)
     caller: FrameType | None = getattr(inspect.currentframe(), "f_back", None)
     if caller is not None and caller.f_globals.get("__name__") == "json.encoder":
         # It asks because a symbol is no number to it: `default=str` would write "4".
@@ -110,6 +82,14 @@ def _attribute_like_number(symbol: Any, name: str) -> Any:
     if name == "__class__" and _is_users(symbol):
         return PLAIN[type(symbol)]
     return object.__getattribute__(symbol, name)
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "__repr__": _text_like_number,
+    "__format__": _format_like_number,
+    "__getattribute__": _attribute_like_number,
+    "__array__": _array_like_number,
+}
 
 
 def _is_users(symbol: Any) -> bool:

@@ -6,13 +6,13 @@ transforms. The mark is an operator without outputs, which only a trace ever run
 
 import contextlib
 import threading
-from collections.abc import Generator
 from typing import TypeVar
 
 import torch
 from torch.fx.node import has_side_effect
 
 from remat._torch import dtensor, levels, schemas, tracer, trees
+from remat._torch.attributes import attributes_as
 
 _T = TypeVar("_T")
 
@@ -46,14 +46,9 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@contextlib.contextmanager
-def marking() -> Generator[None]:
+def marking() -> contextlib.AbstractContextManager[None]:
     """Inside, names are marked outside traces too, for a mode that records operators."""
-    before, _thread.marks = _thread.marks, True
-    try:
-        yield
-    finally:
-        _thread.marks = before
+    return attributes_as(_thread, marks=True)
 
 
 def checkpoint_name(x: _T, name: str) -> _T:

@@ -2,23 +2,25 @@
 
 A trace runs the function once, on stand-ins. State that this changes is put back, and is an
 error if a plain call would have changed it too. A stand-in that the function leaves somewhere
-is an error as well: it has no data, and whoever uses it later would fail.
+is an error as well: it has no data, and whoever uses it later would fail. What the walk over the
+caller's objects reaches is put back by that (`_captures`). A library's own objects are not
+walked; of these a cache is told from an attribute, and each is as if it had not been filled.
 """
 
 import contextlib
 import functools
 import gc
+import itertools
+import types
 import weakref
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from remat._captures import Reads, Survey
 from remat._errors import SideEffectError, refusal
 from remat._graph.meta import TensorMeta
-from remat._tracing.left_behind import left_behind, referrers
-from remat._tracing.trace import Traced
 
 _Memoized: Any = type(functools.lru_cache(len))
 _CONTAINERS = (dict, list, tuple)
@@ -46,11 +48,8 @@ def undone_on_error(found: Survey) -> Generator[None]:
         raise
 
 
-def require_no_effects(found: Survey, reads: Reads, traced: Traced, where: str) -> None:
+def require_no_effects(found: Survey, reads: Reads, where: str) -> None:
     """Refuses a function that changed state while it was traced."""
-    # A buffer that was assigned to itself (out=...) is the buffer, not its stand-in.
-    found.put_back(traced.stand_ins, traced.captured)
-    traced.stand_ins.clear()
     changed = found.changes(reads)
     if changed is None:
         return
@@ -69,7 +68,7 @@ def require_nothing_left(
     fakes: Sequence[weakref.ref[Tensor]], statics: Sequence[object], where: str
 ) -> None:
     """Refuses a function that left a tensor of the trace where it outlives the trace."""
-    leaked = next(iter(left_behind(fakes)), None)
+    leaked = next(iter(_left_behind(fakes)), None)
     if leaked is None:
         return
     for returned in statics:
@@ -133,7 +132,7 @@ def _memoized(tensor: Tensor) -> Any:
 
 
 def _where_left(tensor: Tensor) -> str:
-    for referrer in referrers([tensor]):
+    for referrer in _referrers([tensor]):
         if isinstance(referrer, dict):
             for key, value in referrer.items():  # pyright: ignore[reportUnknownVariableType]
                 if value is tensor and isinstance(key, str):
@@ -141,3 +140,73 @@ def _where_left(tensor: Tensor) -> str:
         if isinstance(referrer, (list, set)):
             return f"a {type(referrer).__name__}"  # pyright: ignore[reportUnknownArgumentType]
     return "an object outside the function"
+
+
+def _left_behind(fakes: Sequence[weakref.ref[Tensor]]) -> tuple[Tensor, ...]:
+    """Those that something other than a frame or torch's own graph holds."""
+    if all(fake() is None for fake in fakes):
+        return ()
+    # What only a cycle holds was not left anywhere, nor was what only torch's own graph
+    # holds: operators that save their output do (torch 2.15).
+    gc.collect()
+    # No `:=` here: before Python 3.12 it would be a cell, which holds the last of them.
+    alive = [each for each in [fake() for fake in fakes] if each is not None]
+    holders = [each for each in _referrers(alive) if each is not alive]
+    held = {id(thing) for holder in holders for thing in gc.get_referents(holder)}
+    return tuple(each for each in alive if id(each) in held)
+
+
+@contextlib.contextmanager
+def taken_out_on_error(fakes: Sequence[weakref.ref[Tensor]]) -> Generator[None]:
+    """Takes these tensors of a trace out of whatever holds them, if the body raises."""
+    try:
+        yield
+    except Exception:
+        _take_out(_left_behind(fakes))
+        raise
+
+
+def _referrers(things: Sequence[object]) -> list[Any]:
+    """The objects that hold one of these, but for frames."""
+    found = gc.get_referrers(*things) if things else []
+    return [each for each in found if not isinstance(each, types.FrameType)]
+
+
+def _take_out(tensors: Sequence[Tensor]) -> None:
+    """Takes tensors out of what holds them, alone or in tuples.
+
+    An entry of a dict goes, and so does an element of a list. An attribute, or a module's
+    global, becomes None, as one is that is filled when it is first asked for.
+    """
+    holders = _referrers(tensors)
+    tuples: list[Any] = [each for each in holders if type(each) is tuple]
+    around = _referrers(tuples)
+    held = {id(each) for each in (*tensors, *tuples)}
+    for holder in itertools.chain(holders, around):
+        if holder is tensors or holder is holders or holder is tuples:
+            continue
+        own: Any = getattr(holder, "__dict__", None)
+        if isinstance(holder, dict):
+            _take_out_of_dict(cast("dict[Any, Any]", holder), held)
+        elif isinstance(holder, list):
+            elements = cast("list[Any]", holder)
+            elements[:] = [each for each in elements if id(each) not in held]
+        elif type(own) is dict:  # a class has a proxy
+            _take_out_of_dict(cast("dict[Any, Any]", own), held, is_namespace=True)
+
+
+def _take_out_of_dict(
+    holder: dict[Any, Any], held: set[int], *, is_namespace: bool = False
+) -> None:
+    found = [key for key, value in holder.items() if id(value) in held]
+    if not found:
+        return
+    owners: list[Any] = gc.get_referrers(holder)
+    is_namespace = is_namespace or any(
+        getattr(each, "__dict__", None) is holder for each in owners
+    )
+    for key in found:
+        if is_namespace:
+            holder[key] = None
+        else:
+            del holder[key]

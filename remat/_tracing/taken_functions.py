@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, fx
@@ -32,15 +32,15 @@ from remat._user_lines import user_line, warn
 StandIn = Callable[[Tensor], Tensor]
 
 
-class Within(Protocol):
+@final
+@dataclasses.dataclass(frozen=True)
+class Within:
     """The running trace, as an operator that takes functions sees it."""
 
     mode: Any  # under which tensors are fakes
-    lift: StandIn  # gives what stands for a tensor that is reached
-
-    def calls(self, stand_in: StandIn, /) -> contextlib.AbstractContextManager[None]:
-        """Around a call of a function that the operator takes."""
-        ...
+    lift: StandIn  # gives what stands for a tensor that the function around reaches
+    #: Around a call of a function that the operator takes, in which others stand for tensors.
+    calls: Callable[[StandIn], contextlib.AbstractContextManager[None]]
 
 
 @final

@@ -30,6 +30,7 @@ from remat._torch import (
     tracer,
     trees,
 )
+from remat._torch.attributes import attributes_as
 from remat._torch.fakes import is_fake, is_fake_of, is_in_parts, wraps_fakes
 from remat._torch.tensors import SET_DATA, is_own_data, overrides_functions
 from remat._tracing import importing, naming, refusals, taken_functions
@@ -48,7 +49,7 @@ class Running:
         self.find = find  # whether a captured tensor may become a further operand
         self.shape_env = shape_env  # of the symbols for open sizes; None without one
         #: The operands that stand for captured tensors, by their ids; the innermost last.
-        self.substitutes: list[Mapping[int, Tensor]] = []
+        self.substitutes: tuple[Mapping[int, Tensor], ...] = ()
         self.captured: list[Tensor] = []  # the captured tensors that were met, in order
         self.leaves: list[Tensor] = []  # what stands for each of these
         self.fakes: list[weakref.ref[Tensor]] = []  # to what the user's code has held
@@ -59,7 +60,7 @@ class Running:
         self.is_custom = False
         self.inner: dict[Hashable, Any] = {}  # what is known of regions inside
         #: What stands for tensors in the functions of operators that run, the innermost last.
-        self.within: list[Callable[[Tensor], Tensor]] = []
+        self.within: tuple[Callable[[Tensor], Tensor], ...] = ()
         #: Which tensors in parts were met, "given" or "made"; never both.
         self.in_parts: set[str] = set()
         self.look_ups = LookUps()  # what `x[i]` gave where `i` is a number in a tensor
@@ -133,17 +134,9 @@ def current() -> Running | None:
     return _thread.running
 
 
-@contextlib.contextmanager
-def entered(running: Running | None) -> Generator[None]:
+def entered(running: Running | None) -> contextlib.AbstractContextManager[None]:
     """Inside, this thread is in that trace, or in none: the calls there are not the user's."""
-    outer, _thread.running = _thread.running, running
-    again, _thread.again = _thread.again, ()
-    _thread.depth += 1
-    try:
-        yield
-    finally:
-        _thread.depth -= 1
-        _thread.running, _thread.again = outer, again
+    return attributes_as(_thread, running=running, again=(), depth=_thread.depth + 1)
 
 
 @contextlib.contextmanager
@@ -153,24 +146,23 @@ def running_again(stand_in: Callable[[Tensor], Tensor]) -> Generator[None]:
     They take them past torch's functions. No region is recognized as one that is called as
     before. `stand_in` gives what stands for a tensor, itself if nothing does.
     """
-    outer, _thread.again = _thread.again, (*_thread.again, stand_in)
-    try:
-        with departing(), autograd.lifted_past_modes(stand_in):
-            yield
-    finally:
-        _thread.again = outer
+    again = (*_thread.again, stand_in)
+    with (
+        attributes_as(_thread, again=again),
+        departing(),
+        autograd.lifted_past_modes(stand_in),
+    ):
+        yield
 
 
-@contextlib.contextmanager
-def substituting(mapping: Mapping[int, Tensor]) -> Generator[None]:
+def substituting(
+    mapping: Mapping[int, Tensor],
+) -> contextlib.AbstractContextManager[None]:
     """Inside, the captured tensors with these ids stand for the given operands."""
     running = _thread.running
-    substitutes = [] if running is None else running.substitutes
-    substitutes.append(mapping)
-    try:
-        yield
-    finally:
-        substitutes.pop()
+    if running is None:
+        return contextlib.nullcontext()
+    return attributes_as(running, substitutes=(*running.substitutes, mapping))
 
 
 def lift(tensor: Tensor) -> Tensor:
@@ -263,27 +255,26 @@ def converter(own: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return convert
 
 
-class _Within:
+def _within(running: Running) -> taken_functions.Within:
     """The running trace, as operators that take functions see it."""
-
-    def __init__(self, running: Running) -> None:
-        # A node of autograd that outlives the trace may hold this.
-        self._running = weakref.ref(running)
-        self.mode = running.mode  # under which tensors are fakes
-        #: Gives what stands for a tensor that the function around reaches.
-        self.lift = running.within[-1] if running.within else lift
+    held = weakref.ref(
+        running
+    )  # a node of autograd that outlives the trace may hold this
 
     @contextlib.contextmanager
-    def calls(self, stand_in: Callable[[Tensor], Tensor]) -> Generator[None]:
-        """Around a call of a function that an operator takes, in which others stand for tensors."""
-        running = self._running()
+    def calls(stand_in: Callable[[Tensor], Tensor]) -> Generator[None]:
+        running = held()
         assert running is not None, "the trace has ended"
-        running.within.append(stand_in)
-        try:
-            with UserCalls(running), autograd.lifted_past_modes(lift):
-                yield
-        finally:
-            running.within.pop()
+        within = (*running.within, stand_in)
+        with (
+            attributes_as(running, within=within),
+            UserCalls(running),
+            autograd.lifted_past_modes(lift),
+        ):
+            yield
+
+    around = running.within[-1] if running.within else lift
+    return taken_functions.Within(running.mode, around, calls)
 
 
 class UserCalls(TorchFunctionMode):
@@ -336,7 +327,7 @@ class UserCalls(TorchFunctionMode):
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         if taking_functions.takes_functions(func):
-            return taken_functions.call(_Within(self._running), func, args, kwargs)
+            return taken_functions.call(_within(self._running), func, args, kwargs)
         if func is naming.MARK and self._running.within:
             return taken_functions.warn_of_name(args[1])
         if func is tracer.MULTI_HEAD:

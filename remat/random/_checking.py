@@ -16,6 +16,7 @@ from torch import Tensor
 from remat._errors import KeyReuseError, refusal
 from remat._switches.blocks import disabled
 from remat._torch import autograd
+from remat._torch.attributes import attributes_as
 from remat._user_lines import user_line
 
 # The bits of (seed, offset) -> the line that consumed them.
@@ -59,12 +60,8 @@ def checking() -> Generator[None]:
     References:
         `jax.experimental.key_reuse`.
     """
-    outer, _thread.record = _thread.record, {}
-    try:
-        with disabled():
-            yield
-    finally:
-        _thread.record = outer
+    with attributes_as(_thread, record={}), disabled():
+        yield
 
 
 def consume(keys: Tensor) -> None:
