@@ -15,15 +15,15 @@ attributes that the check's line goes on to look at: `line_reads` of the generat
 import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Generator, Iterable
 from contextvars import ContextVar
 from typing import Any, final
 
 from torch import nn
 
-from remat._captures.contents import WATCHED, WATCHERS
+from remat._captures.contents import WATCHED
 from remat._captures.walk import EVERYTHING, Survey
+from remat._torch.attributes import attributes_as
 
 # The file name of generated checks, which tells their reads from the user's.
 GENERATED = "<remat captures>"
@@ -62,9 +62,6 @@ class Reads(dict[int, dict[str, None]]):
 
 # The recordings of this thread, the outermost first.
 _active: ContextVar[tuple[Reads, ...]] = ContextVar("_active", default=())
-_lock = threading.Lock()
-# Watched classes: how many recordings want them watched.
-_watchers: dict[type, int] = {}
 
 
 @contextlib.contextmanager
@@ -76,44 +73,25 @@ def recording(survey: Survey) -> Generator[Reads, None, None]:
         for identity, node in survey.nodes.items():
             kind = node.kind
             if node.look in WATCHED and kind not in is_watched:
-                is_watched[kind] = _watch_reads(kind)
-                if is_watched[kind]:
-                    undo.callback(_unwatch_reads, kind)
+                is_watched[kind] = _watch(kind, undo)
             if node.look not in WATCHED or not is_watched[kind]:
                 reads[identity][EVERYTHING] = None
         undo.callback(_active.reset, _active.set((*_active.get(), reads)))
         yield reads
 
 
-def _watch_reads(kind: type) -> bool:
-    with _lock:
-        if kind not in _watchers:
-            watchers = _watchers_of(kind)
-            try:
-                for watcher in watchers:
-                    type.__setattr__(kind, watcher.__name__, watcher)
-            except TypeError:
-                return False
-            _watchers[kind] = 0
-        _watchers[kind] += 1
+def _watch(kind: type, undo: contextlib.ExitStack) -> bool:
+    """Notes the reads and writes of a class's instances, where it permits, until it is undone."""
+    if hasattr(kind.__dict__.get("__getattribute__"), "original"):
+        return True  # by a recording around: traces are made one at a time
+    try:
+        undo.enter_context(attributes_as(kind, **_watchers_of(kind)))
+    except TypeError:
+        return False
     return True
 
 
-def _unwatch_reads(kind: type) -> None:
-    with _lock:
-        _watchers[kind] -= 1
-        if _watchers[kind]:
-            return
-        del _watchers[kind]
-        for name in WATCHERS:
-            own = kind.__dict__[name].own
-            if own is None:
-                type.__delattr__(kind, name)
-            else:
-                type.__setattr__(kind, name, own)
-
-
-def _watchers_of(kind: type) -> tuple[Any, ...]:
+def _watchers_of(kind: type) -> dict[str, Any]:
     """The methods that note reads and writes, and go on to the class's own."""
     # Not the watcher of a base class, or one read would be noted twice.
     inherited: tuple[Any, ...] = kind.__getattribute__, kind.__setattr__
@@ -129,10 +107,8 @@ def _watchers_of(kind: type) -> tuple[Any, ...]:
         for reads in _active.get():
             reads.note_write(self, name)
 
-    watchers: tuple[Any, ...] = __getattribute__, __setattr__
-    for watcher, original in zip(watchers, (read, write), strict=True):
-        watcher.original, watcher.own = original, kind.__dict__.get(watcher.__name__)
-    return watchers
+    vars(__getattribute__)["original"], vars(__setattr__)["original"] = read, write
+    return {"__getattribute__": __getattribute__, "__setattr__": __setattr__}
 
 
 def _note_read(owner: object, name: str) -> None:

@@ -23,6 +23,7 @@ from remat._errors import ImplicitRandomnessError, SideEffectError, refusal
 from remat._generators import device_states, trackers
 from remat._generators.trackers import Tracker
 from remat._torch import schemas
+from remat._torch.attributes import attributes_as
 
 # What `current` returns if a generator holds neither the state that it had when the trace
 # began nor the current state of a stream.
@@ -30,8 +31,6 @@ UNKNOWN = "?"
 
 _SEED_BYTES = 8  # the states of generators begin with their seed, on each device
 _seeds = itertools.count(int.from_bytes(b"remat\0\0\0", "big"))
-
-_States = list[tuple[int, Tracker, dict[str, Any]]]
 
 
 def read(stream: str) -> Tensor:
@@ -59,59 +58,53 @@ def _tracker_of_stream(stream: str) -> tuple[Tracker, str]:
 
 
 @final
-class _StandIns:
-    """The stand-ins in trackers while functions are traced, for all threads.
+class _Trace:
+    """The stand-ins of one trace; traces are made one at a time, or inside of another.
 
     Attributes:
-        streams: whose stand-in has a seed.
+        seeds: those that generators had when it began.
+        streams: whose stand-in has a seed, in the traces around too.
         expected: the seed at which each stream has arrived. One that was left behind
             turns up again where forks of one name are nested, or one is not written back.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._depth = 0
-        self._own: _States = []
-        self.streams: dict[int, str] = {}
+    def __init__(
+        self, devices: Iterable[torch.device], around: "_Trace | None"
+    ) -> None:
+        known = filter(device_states.has, {*devices})
+        self._generators = {each: device_states.get(each) for each in known}
+        self.seeds = {each: _seed(state) for each, state in self._generators.items()}
+        self.streams: dict[int, str] = {} if around is None else {**around.streams}
         self.expected: dict[str, int] = {}
+        self._trackers: list[tuple[int, Tracker, dict[str, Any]]] = [
+            (number, tracker, dict(tracker.get_states()))
+            for number, tracker in trackers.registered.items()
+        ]
+        for number, tracker, states in self._trackers:
+            tracker.set_states(
+                {
+                    name: self._stand_in(f"{number}/{name}", held)
+                    for name, held in states.items()
+                }
+            )
 
-    def enter(self) -> tuple[_States, dict[str, int]]:
-        """Puts stand-ins in; returns what `leave` puts back."""
-        with self._lock:
-            self._depth += 1
-            found = [
-                (number, tracker, dict(tracker.get_states()))
-                for number, tracker in trackers.registered.items()
-            ]
-            if self._depth == 1:
-                self._own = found
-            before, self.expected = self.expected, {}
-            for number, tracker, states in found:
-                tracker.set_states(
-                    {
-                        name: self._stand_in(f"{number}/{name}", held)
-                        for name, held in states.items()
-                    }
-                )
-            return found, before
-
-    def leave(self, found: _States, before: dict[str, int]) -> list[str]:
-        """Puts the states back; which trackers were changed, in words."""
-        with self._lock:
-            changed = [
-                f"a {type(tracker).__name__}"
-                for number, tracker, states in found
-                if self._arrived(number, tracker)
-                != {name: self.expected[f"{number}/{name}"] for name in states}
-            ]
-            self._depth -= 1
-            # The last to leave puts back the real states, in whatever order threads leave.
-            for _, tracker, states in found if self._depth else self._own:
-                tracker.set_states(states)
-            self.expected = before
-            if self._depth == 0:
-                self._own, self.streams = [], {}
-            return changed
+    def leave(self) -> list[str]:
+        """Puts all states back; which were changed, in words."""
+        changed: list[str] = []
+        for number, tracker, states in self._trackers:
+            arrived = {
+                name: _seed(trackers.state_of(held))
+                for name, held in tracker.get_states().items()
+            }
+            if arrived != {name: self.expected[f"{number}/{name}"] for name in states}:
+                changed.append(f"a {type(tracker).__name__}")
+            tracker.set_states(states)
+        for device, state in self._generators.items():
+            # If a stream set it; draws leave the seed.
+            if _seed(device_states.get(device)) != _seed(state):
+                device_states.put(state, device)
+                changed.append(f"the default generator of {device}")
+        return changed
 
     def at(self, seed: int) -> str:
         """The stream whose current seed this is."""
@@ -132,15 +125,6 @@ class _StandIns:
             return state
         return torch.Generator(held.device).set_state(state)
 
-    def _arrived(self, number: int, tracker: Tracker) -> dict[str, int]:
-        return {
-            name: _seed(trackers.state_of(held))
-            for name, held in tracker.get_states().items()
-        }
-
-
-_stand_ins = _StandIns()
-
 
 def _seed(state: Tensor) -> int:
     """The seed with which a stream's state, or a generator's, begins."""
@@ -148,8 +132,7 @@ def _seed(state: Tensor) -> int:
 
 
 class _Thread(threading.local):
-    # The seeds that generators had when the innermost trace began.
-    base: dict[torch.device, int] | None = None
+    trace: _Trace | None = None  # the innermost
 
 
 _thread = _Thread()
@@ -162,23 +145,14 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
     Trackers and the generators of these devices are as before when it ends.
     """
     with trackers.plainly():
-        known = filter(device_states.has, {*devices})
-        found = {each: device_states.get(each) for each in known}
-        base = {device: _seed(state) for device, state in found.items()}
-        replaced = _stand_ins.enter()
-    outer, _thread.base = _thread.base, base
+        trace = _Trace(devices, _thread.trace)
     changed: list[str] = []
     try:
-        yield
+        with attributes_as(_thread, trace=trace):
+            yield
     finally:
-        _thread.base = outer
         with trackers.plainly():
-            changed += _stand_ins.leave(*replaced)
-            changed += [
-                f"the default generator of {device}"
-                for device, state in found.items()
-                if _restored(state, device)
-            ]
+            changed += trace.leave()
     if changed:
         raise refusal(
             SideEffectError,
@@ -191,43 +165,35 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
         )
 
 
-def _restored(state: Tensor, device: torch.device) -> bool:
-    """After a trace, puts a generator back if a stream set it; other draws leave its seed."""
-    is_set = _seed(device_states.get(device)) != _seed(state)
-    if is_set:
-        device_states.put(state, device)
-    return is_set
-
-
 def current(device: torch.device) -> str:
     """Whose numbers a draw would take in a trace: a stream's, "" for the generator's own.
 
     UNKNOWN if the generator has been set to a state that is nobody's.
     """
-    base = _thread.base
-    if base is None or not device_states.has(device):
+    trace = _thread.trace
+    if trace is None or not device_states.has(device):
         return ""
     with trackers.plainly():
         seed = _seed(device_states.get(device))
-    if seed == base.get(device):
+    if seed == trace.seeds.get(device):
         return ""
-    stream = _stand_ins.at(seed)
-    return "" if stream == UNKNOWN and device not in base else stream
+    stream = trace.at(seed)
+    return "" if stream == UNKNOWN and device not in trace.seeds else stream
 
 
 def take(device: torch.device) -> str:
     """`current` for a draw; moves the stream, so that the next draw finds another seed."""
-    stream = current(device)
-    if stream not in ("", UNKNOWN):
+    stream, trace = current(device), _thread.trace
+    if trace is not None and stream not in ("", UNKNOWN):
         with trackers.plainly():
-            moved = _stand_ins.advanced(stream, device_states.get(device))
+            moved = trace.advanced(stream, device_states.get(device))
             device_states.put(moved, device)
     return stream
 
 
 def take_inside(stream: str, device: torch.device) -> str:
     """`take` in a fork of a stream, which an inner region's program makes for a draw."""
-    if _thread.base is None:
+    if _thread.trace is None:
         return stream
     with trackers.plainly():
         found = enter(stream, device)
@@ -238,9 +204,11 @@ def take_inside(stream: str, device: torch.device) -> str:
 
 def is_state(tensor: Tensor) -> bool:
     """Whether a tensor is a generator's state that a tracker handles in a trace."""
-    known = (*(_thread.base or {}).values(), *_stand_ins.streams)
+    trace = _thread.trace
+    if trace is None or not looks_like_state(tensor):
+        return False
     with trackers.plainly():
-        return looks_like_state(tensor) and _seed(tensor) in known
+        return _seed(tensor) in (*trace.seeds.values(), *trace.streams)
 
 
 def implicit(where: str) -> ImplicitRandomnessError:

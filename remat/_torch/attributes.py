@@ -11,13 +11,16 @@ _ABSENT = object()
 def attributes_as(owner: Any, **values: Any) -> Generator[None]:
     """Inside, these attributes of an object, a class or a module are what is given here."""
     before = {name: owner.__dict__.get(name, _ABSENT) for name in values}
+    put: Any = type.__setattr__ if isinstance(owner, type) else setattr
     for name, value in values.items():
-        setattr(owner, name, value)
+        put(owner, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            if value is _ABSENT:
-                delattr(owner, name)
+            if value is not _ABSENT:
+                put(owner, name, value)
+            elif isinstance(owner, type):
+                type.__delattr__(owner, name)
             else:
-                setattr(owner, name, value)
+                delattr(owner, name)

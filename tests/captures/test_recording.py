@@ -44,28 +44,6 @@ class TestRecording:
 
         assert not reads[id(instance)]
 
-    def test_overlapping_threads_restore_the_class(self):
-        """The last recording to end puts the class back."""
-        instance, original = Affine(W), Affine.__getattribute__
-        seen = Survey((instance,))
-        inside, leave = threading.Event(), threading.Event()
-
-        def other():
-            with recording(seen):
-                inside.set()
-                leave.wait(10)
-
-        with recording(seen) as reads:
-            thread = threading.Thread(target=other)
-            thread.start()
-            inside.wait(10)
-        leave.set()
-        thread.join()
-
-        assert not reads[id(instance)]
-        assert Affine.__getattribute__ is original
-        assert "__getattribute__" not in vars(Affine)
-
     def test_restored_after_an_exception(self):
         """An error in the traced function leaves the classes as they were."""
 
