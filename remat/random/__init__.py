@@ -13,21 +13,25 @@ saved by a region, whatever its policy: the backward draws them again.
 
 Keys, streams and bits are those of `torch.func._random` in torch 2.15 (Philox4x32-10, Salmon et
 al., SC'11, https://doi.org/10.1145/2063384.2063405), names those of `jax.random`. `_keys`: made,
-split, folded; `_draws`: distributions with an operator of their own, and checks of shape and
-dtype; `_distributions`: those made of draws; `_ops`: the operators defined, fake and batched;
-`_native`: by torch's kernels; `_portable`: by arithmetic, on words of `_philox`: blocks of a
+split, folded; `_draws`: distributions, and checks of shape and dtype; `_ops`: the operators
+defined, fake and batched; `_native`: by torch's kernels; `_portable`: by arithmetic, on words of `_philox`: blocks of a
 stream; `_checking`: a key that is consumed twice.
 """
 
 from remat._generators.trackers import register_tracker
 from remat.random._checking import checking
-from remat.random._distributions import (
+from remat.random._draws import (
+    bernoulli,
+    bits,
     categorical,
+    dropout,
     gumbel,
+    normal,
     permutation,
+    randint,
     truncated_normal,
+    uniform,
 )
-from remat.random._draws import bernoulli, bits, dropout, normal, randint, uniform
 from remat.random._keys import fold_in, key, split
 
 __all__ = [

@@ -1,5 +1,6 @@
-"""The distributions that have an operator of their own."""
+"""The distributions: those that have an operator of their own, and those made of their draws."""
 
+import math
 import operator
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ _INTEGERS = (
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
 _WIDEST_BIASED = 1 << 28
+_SQRT2 = math.sqrt(2.0)
 
 
 def bits(key: Tensor, shape: Shape = (), *, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -86,11 +88,11 @@ def uniform(
     """
     require_key(key, "uniform")
     _require_drawn_dtype(dtype, _FLOATS, "uniform")
-    shape = as_shape(shape)
+    shape = _as_shape(shape)
     if isinstance(minval, Tensor) or isinstance(maxval, Tensor):
-        require_fit("uniform", shape, minval=minval, maxval=maxval)
+        _require_fit("uniform", shape, minval=minval, maxval=maxval)
         unit = _ops.UNIFORM(key, shape, 0.0, 1.0, dtype)
-        return (minval + unit.to(computed_in(dtype)) * (maxval - minval)).to(dtype)
+        return (minval + unit.to(_computed_in(dtype)) * (maxval - minval)).to(dtype)
     return _ops.UNIFORM(key, shape, float(minval), float(maxval), dtype)
 
 
@@ -133,11 +135,11 @@ def normal(
     """
     require_key(key, "normal")
     _require_drawn_dtype(dtype, _FLOATS, "normal")
-    shape = as_shape(shape)
+    shape = _as_shape(shape)
     if isinstance(mean, Tensor) or isinstance(std, Tensor):
-        require_fit("normal", shape, mean=mean, std=std)
+        _require_fit("normal", shape, mean=mean, std=std)
         standard = _ops.NORMAL(key, shape, 0.0, 1.0, dtype)
-        return (mean + std * standard.to(computed_in(dtype))).to(dtype)
+        return (mean + std * standard.to(_computed_in(dtype))).to(dtype)
     return _ops.NORMAL(key, shape, float(mean), float(std), dtype)
 
 
@@ -164,9 +166,9 @@ def bernoulli(key: Tensor, shape: Shape = (), *, p: float | Tensor = 0.5) -> Ten
         tensor(238)
     """
     require_key(key, "bernoulli")
-    shape = as_shape(shape)
+    shape = _as_shape(shape)
     if isinstance(p, Tensor):
-        require_fit("bernoulli", shape, p=p)
+        _require_fit("bernoulli", shape, p=p)
         return _ops.UNIFORM(key, shape, 0.0, 1.0, torch.float32) < p
     return _ops.MASK(key, shape, float(p), 1.0, torch.bool)
 
@@ -255,20 +257,195 @@ def dropout(key: Tensor, x: Tensor, rate: float) -> Tensor:
     return x * _ops.MASK(key, x.shape, 1.0 - rate, scale, dtype)
 
 
+def truncated_normal(
+    key: Tensor,
+    shape: Shape = (),
+    *,
+    lower: float | Tensor = -2.0,
+    upper: float | Tensor = 2.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Standard normal numbers, given that they lie in (lower, upper).
+
+    sqrt(2) erfinv(u), with u uniform between erf(lower / sqrt 2) and erf(upper / sqrt 2).
+
+    Laws: those of `remat.random`, with the agreement of `normal`. Beyond 5 standard
+    deviations float32 has few numbers left; draw float64 there.
+
+    Args:
+        key: a key, uint64 of shape (2,).
+        shape: the shape of the result.
+        lower: the lower bound; a tensor broadcasts to `shape`.
+        upper: the upper bound, likewise.
+        dtype: float32, float64, float16 or bfloat16.
+
+    Returns:
+        A tensor of that shape and dtype, on the device of the key, within the bounds.
+
+    Raises:
+        TypeError: `key` is not a key, or `dtype` not one of these.
+        ValueError: a bound does not broadcast to `shape`.
+
+    Example:
+        >>> from remat import random
+        >>> random.truncated_normal(random.key(0), (100,), lower=0.0).min() > 0
+        tensor(True)
+    """
+    require_key(key, "truncated_normal")
+    computed = _computed_in(dtype)
+    _require_fit("truncated_normal", _as_shape(shape), lower=lower, upper=upper)
+
+    def bound(value: float | Tensor) -> Tensor:
+        # Made with `torch.full`, which a trace can repeat.
+        if isinstance(value, Tensor):
+            return value.to(computed)
+        return torch.full((), value, dtype=computed, device=key.device)
+
+    low, high = bound(lower), bound(upper)
+    start, end = torch.erf(low / _SQRT2), torch.erf(high / _SQRT2)
+    u = uniform(key, shape, dtype=computed, minval=start, maxval=end)
+    number = (torch.erfinv(u) * _SQRT2).to(dtype)
+    least, most = _inside(low, math.inf, dtype), _inside(high, -math.inf, dtype)
+    return torch.minimum(torch.maximum(number, least), most)
+
+
+def _inside(bound: Tensor, towards: float, dtype: torch.dtype) -> Tensor:
+    """For truncated draws: the number of a dtype that comes next to a bound, in one direction."""
+    bound = bound.detach()
+    rounded = bound.to(dtype)
+    following = torch.nextafter(rounded, torch.full_like(rounded, towards))
+    is_inside = rounded > bound if towards > 0 else rounded < bound
+    return torch.where(is_inside, rounded, following)
+
+
+def gumbel(
+    key: Tensor, shape: Shape = (), *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Standard Gumbel numbers: -log(-log(u)), with u uniform.
+
+    Laws: those of `remat.random`, with the agreement of `normal`.
+
+    Args:
+        key: a key, uint64 of shape (2,).
+        shape: the shape of the result.
+        dtype: float32, float64, float16 or bfloat16.
+
+    Returns:
+        A tensor of that shape and dtype, on the device of the key; every number is finite.
+
+    Raises:
+        TypeError: `key` is not a key, or `dtype` not one of these.
+
+    Example:
+        >>> from remat import random
+        >>> random.gumbel(random.key(0), (2,)).isfinite().all()
+        tensor(True)
+    """
+    require_key(key, "gumbel")
+    computed = _computed_in(dtype)
+    u = uniform(key, shape, dtype=computed).clamp(min=torch.finfo(computed).tiny)
+    return (-torch.log(-torch.log(u))).to(dtype)
+
+
+def categorical(
+    key: Tensor, shape: Shape | None = None, *, logits: Tensor, axis: int = -1
+) -> Tensor:
+    """Indices drawn with probabilities softmax(logits), by the Gumbel-max trick.
+
+    Laws: those of `remat.random`, unless two sums of logit and noise are so close that
+    their order depends on the last bits. No gradient flows to the logits.
+
+    Args:
+        key: a key, uint64 of shape (2,).
+        shape: the shape of the result, which must end with that of `logits` without
+            `axis`; the dimensions before it are drawn independently. None means only
+            that shape.
+        logits: the unnormalized log-probabilities, floating, of any shape.
+        axis: the axis of `logits` along which one index is drawn.
+
+    Returns:
+        Indices, int64 of that shape.
+
+    Raises:
+        TypeError: `key` is not a key.
+        ValueError: `shape` does not end with that shape.
+
+    Example:
+        >>> import torch
+        >>> from remat import random
+        >>> logits = torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]])
+        >>> random.categorical(random.key(0), logits=logits)
+        tensor([0, 1])
+    """
+    require_key(key, "categorical")
+    last = logits.detach().movedim(axis, -1)
+    batch = list(last.shape[:-1])
+    wanted = batch if shape is None else _as_shape(shape)
+    if wanted[len(wanted) - len(batch) :] != batch:
+        raise ValueError(
+            f"random.categorical(key, shape) draws along axis {axis} of logits of shape "
+            f"{tuple(logits.shape)}: the shape must end with {tuple(batch)}, and is "
+            f"{tuple(wanted)}."
+        )
+    noise = gumbel(key, [*wanted, last.shape[-1]], dtype=_computed_in(logits.dtype))
+    return (noise + last).argmax(dim=-1)
+
+
+def permutation(
+    key: Tensor, x: Shape | Tensor, *, axis: int = 0, independent: bool = False
+) -> Tensor:
+    """A random order: of the first integers, or of a tensor along an axis.
+
+    Numbers are ordered by 64 random bits each; two of n tie, and keep their order, with
+    a probability under n**2 / 2**65.
+
+    Laws: those of `remat.random`. Differentiable in a tensor `x`.
+
+    Args:
+        key: a key, uint64 of shape (2,).
+        x: a tensor to shuffle; or an int n, for a permutation of 0 to n - 1; or a shape,
+            for independent permutations of 0 to shape[axis] - 1 along the axis.
+        axis: the axis along which to shuffle.
+        independent: whether each row of a tensor along the axis gets an order of its own.
+
+    Returns:
+        A tensor like `x`, or int64 of that shape, on the device of the key.
+
+    Raises:
+        TypeError: `key` is not a key.
+
+    Example:
+        >>> from remat import random
+        >>> random.permutation(random.key(0), 5).sort().values
+        tensor([0, 1, 2, 3, 4])
+    """
+    require_key(key, "permutation")
+    if not isinstance(x, Tensor):
+        return _random_order(key, _as_shape(x), axis)
+    if independent:
+        return x.take_along_dim(_random_order(key, x.shape, axis), dim=axis)
+    return x.index_select(axis, _random_order(key, [x.shape[axis]], 0))
+
+
+def _random_order(key: Tensor, shape: Sequence[int], axis: int) -> Tensor:
+    words = bits(key, shape, dtype=torch.int64)
+    return words.sort(dim=axis, stable=True).indices
+
+
 def _draw_integers(
     key: Tensor, shape: Shape, first: int, last: int, dtype: torch.dtype
 ) -> Tensor:
     # Operators take int64: numbers beyond go as the int64 with their bits.
-    return _ops.INTEGERS(key, as_shape(shape), as_int64(first), as_int64(last), dtype)
+    return _ops.INTEGERS(key, _as_shape(shape), as_int64(first), as_int64(last), dtype)
 
 
-def as_shape(shape: Shape) -> list[int]:
+def _as_shape(shape: Shape) -> list[int]:
     """The sizes of a shape that may be one number."""
     sizes = shape if isinstance(shape, Sequence) else (shape,)
     return [operator.index(size) for size in sizes]
 
 
-def require_fit(function: str, shape: list[int], **given: float | Tensor) -> None:
+def _require_fit(function: str, shape: list[int], **given: float | Tensor) -> None:
     """Raises unless each tensor broadcasts to the shape: a larger one would share draws."""
     for name, each in given.items():
         sizes = each.shape if isinstance(each, Tensor) else ()
@@ -281,7 +458,7 @@ def require_fit(function: str, shape: list[int], **given: float | Tensor) -> Non
             )
 
 
-def computed_in(dtype: torch.dtype) -> torch.dtype:
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which draws of another are computed: 16 bits are too few."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
