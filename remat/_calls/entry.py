@@ -13,7 +13,6 @@ from typing import Any, final
 from torch import Tensor
 
 from remat import _captures
-from remat._captures.hooked import refresh
 from remat._generators.streams import exists
 from remat._graph.meta import TensorMeta, layout_of
 from remat._partition.stages import Stages
@@ -126,7 +125,7 @@ class Entry:
         """Runs the region and writes changed buffers back, once."""
         result = self._call(roots, tensors, numerics)
         for way in self.hooked:
-            refresh(way, roots)
+            _captures.refresh_hooked(way, roots)
         return result
 
     def _call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from remat import _captures
 from remat._calls.signature import CallSite, Layout
-from remat._captures.hooked import put_back
 from remat._errors import ImplicitRandomnessError, MutationError, refusal
 from remat._generators import python_and_numpy, streams
 from remat._graph import operators
@@ -165,7 +164,7 @@ def _trace_call(
             with modes.without_torch_function():
                 had = [*map(guards.requires_grad, traced.captured)]
                 gained = _gained(had, traced.stand_ins)
-            hooked = put_back(survey)
+            hooked = _captures.put_back_hooked(survey)
             # A buffer that was assigned to itself (out=...) is the buffer, not its stand-in.
             survey.put_back(traced.stand_ins, traced.captured)
             traced.stand_ins.clear()

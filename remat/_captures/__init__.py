@@ -7,8 +7,8 @@ a `Covered` (`covered`), which for *any* roots of the same code fetches the capt
 and checks that the covered state is what it was; docs/limits.md says what that is, and what is
 never checked. An attribute that was not read is not covered: equal layers that differ in
 `layer_idx` share a trace. `contents`: the values at an object's places, by its sort; `places`: one
-step to a value (look, put, name it), simple values compared; `hooked`: weights that hooks
-compute; `library`: whose code it is, the user's or a library's, and what it mentions.
+step to a value (look, put, name it), simple values compared; `library`: whose code it is, the
+user's or a library's, and what it mentions.
 """
 
 from remat._captures.bake_spots import cover
@@ -17,7 +17,7 @@ from remat._captures.covered import Covered
 from remat._captures.library import is_library_file, user_bases
 from remat._captures.places import Step, look, numpy_scalar, put
 from remat._captures.reads import Reads, recording
-from remat._captures.walk import Survey
+from remat._captures.walk import Survey, put_back_hooked, refresh_hooked
 
 __all__ = [
     "Covered",
@@ -31,7 +31,9 @@ __all__ = [
     "look",
     "numpy_scalar",
     "put",
+    "put_back_hooked",
     "recording",
+    "refresh_hooked",
     "shows_contents",
     "user_bases",
 ]

@@ -11,12 +11,13 @@ into its globals; what its functions hold in closures, and its objects, are.
 """
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, cast, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from remat._captures.contents import (
     AS_CLASS,
@@ -44,11 +45,12 @@ from remat._captures.places import (
     is_kept_property,
     is_plain,
     is_simple,
+    look,
     put,
     same,
 )
 from remat._errors import RecomputationError, refusal
-from remat._torch.modules import refresh_second_places
+from remat._torch.modules import made_by_hooks, refresh_second_places
 from remat._torch.tensors import same_bits
 
 # Among the names that were read: all that the object holds.
@@ -290,3 +292,33 @@ def _refill(node: Node) -> None:
 def _change_since_survey(node: Node, step: Step, before: object, after: object) -> str:
     label = node.label.then(node.value, step)
     return f"{label} was {in_words(before)} and became {in_words(after)}"
+
+
+def put_back_hooked(survey: Survey) -> tuple[tuple[Step, ...], ...]:
+    """Removes the stand-ins of a trace from the weights that torch's older hooks compute.
+
+    `torch.nn.utils.spectral_norm`, `weight_norm` and pruning store the weight in a plain
+    attribute before each call. Returns the steps from the roots to each module that has any.
+    """
+    ways: list[tuple[Step, ...]] = []
+    for node in survey.nodes.values():
+        if not isinstance(node.value, nn.Module):
+            continue
+        names = [name for name, _ in made_by_hooks(node.value)]
+        for name in names:
+            put(node.value, ("var", name), node.content["var", name])
+        if names:
+            ways.append(tuple(step for _, step in node.path))
+    return tuple(ways)
+
+
+def refresh_hooked(way: tuple[Step, ...], roots: tuple[object, ...]) -> None:
+    """Computes what hooks compute again, in the module that stands at the end of `way`.
+
+    It is computed from the parameters and buffers as the call left them, so that the attribute
+    holds what it would without remat, gradient included.
+    """
+    module = functools.reduce(look, way, roots)
+    assert isinstance(module, nn.Module)
+    for name, make in made_by_hooks(module):
+        setattr(module, name, make())

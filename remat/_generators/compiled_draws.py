@@ -41,9 +41,9 @@ def with_state(
     graph = tracer.active_graph()
     before = _latest.get(graph)
     told = {"rng_device": device, "rng_in_place": draw.in_place, "rng_before": before}
-    *drawn, state = _drawing(draw.op)(*args, **kwargs, **told)
+    *drawn, state = _drawing(draw.op, again=False)(*args, **kwargs, **told)
     _latest[graph] = state
-    return _draw_result(draw.op, drawn), state
+    return drawn[0] if len(drawn) == 1 else tuple(drawn), state
 
 
 def from_state(
@@ -54,79 +54,56 @@ def from_state(
     device: torch.device,
 ) -> Any:
     """Draws again, as one step, from a state; the generator is left as it was found."""
-    told = {"rng_device": device, "rng_in_place": draw.in_place}
-    return _redrawing(draw.op)(state, *args, **kwargs, **told)
-
-
-def _draw_result(op: Any, drawn: Sequence[Tensor]) -> Any:
-    return drawn[0] if len(schemas.schema_of(op).returns) == 1 else tuple(drawn)
+    told = {"rng_device": device, "rng_in_place": draw.in_place, "rng_state": state}
+    return _drawing(draw.op, again=True)(*args, **kwargs, **told)
 
 
 @functools.cache
-def _drawing(op: Any) -> Any:
-    """The operator that draws as another does, and also returns the state; made when met."""
-    given, returned = _declared(op)
+def _drawing(op: Any, *, again: bool) -> Any:
+    """The operator that draws as another does, and also returns the state; made when met.
 
-    def draw(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        state = device_states.get(kwargs["rng_device"])
-        return (*_results_of_draw(op, args, kwargs), state)
+    Or the one that draws `again`, from a state.
+    """
 
-    def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        drawn = _results_of_draw(op, args, {**kwargs, "rng_in_place": False})
-        return (*drawn, device_states.fake_state(kwargs["rng_device"]))
-
-    return schemas.define(
-        f"draw_{_compiled_draw_name(op)}",
-        f"({given}, Tensor? rng_before) -> ({returned}, Tensor)",
-        draw,
-        fake,
-        (torch.Tag.nondeterministic_seeded,),
-    )
-
-
-@functools.cache
-def _redrawing(op: Any) -> Any:
-    """The operator that draws from a state as another did; made when met."""
-    given, returned = _declared(op)
-
-    def redraw(state: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def draw(*args: Any, **kwargs: Any) -> Any:
         device = kwargs["rng_device"]
         found = device_states.get(device)
-        device_states.put(state, device)
+        if not again:
+            return (*_results_of_draw(op, args, kwargs), found)
+        device_states.put(kwargs["rng_state"], device)
         try:
-            return _draw_result(op, _results_of_draw(op, args, kwargs))
+            drawn = _results_of_draw(op, args, kwargs)
         finally:
             device_states.put(found, device)
+        return drawn[0] if len(drawn) == 1 else tuple(drawn)
 
-    def fake(_: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def fake(*args: Any, **kwargs: Any) -> Any:
         drawn = _results_of_draw(op, args, {**kwargs, "rng_in_place": False})
-        return _draw_result(op, drawn)
+        if not again:
+            return (*drawn, device_states.fake_state(kwargs["rng_device"]))
+        return drawn[0] if len(drawn) == 1 else tuple(drawn)
 
-    return schemas.define(
-        f"redraw_{_compiled_draw_name(op)}",
-        f"(Tensor rng_state, {given}) -> ({returned})",
-        redraw,
-        fake,
+    given, _, returned = (
+        str(schemas.schema_of(op)).partition("(")[2].rpartition(") -> ")
     )
-
-
-def _compiled_draw_name(op: Any) -> str:
-    return operators.full_name(op).replace("::", "_").replace(".", "_")
-
-
-def _declared(op: Any) -> tuple[str, str]:
-    """What an operator takes, with what its draws are told, and returns, as schemas say it."""
-    text = str(schemas.schema_of(op))
-    given, _, returned = text.partition("(")[2].rpartition(") -> ")
+    returned = returned.removeprefix("(").removesuffix(")")
     joint = ", " if "*" in given else ", *, "
-    given = f"{given}{joint}Device rng_device, bool rng_in_place"
-    return given, returned.removeprefix("(").removesuffix(")")
+    given += f"{joint}Device rng_device, bool rng_in_place, "
+    given += "Tensor rng_state" if again else "Tensor? rng_before"
+    name = operators.full_name(op).replace("::", "_").replace(".", "_")
+    return schemas.define(
+        f"{'redraw' if again else 'draw'}_{name}",
+        f"({given}) -> ({returned if again else f'{returned}, Tensor'})",
+        draw,
+        fake,
+        () if again else (torch.Tag.nondeterministic_seeded,),
+    )
 
 
 def _results_of_draw(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """The numbers; what `_declared` adds to the arguments of `op` is not passed on to it."""
+    """The numbers; what `_drawing` adds to the arguments of `op` is not passed on to it."""
     own = {name: each for name, each in kwargs.items() if not name.startswith("rng_")}
     if kwargs["rng_in_place"]:
         drawn = operators.IN_PLACE_OF[op](torch.empty_like(args[0]), *args[1:], **own)

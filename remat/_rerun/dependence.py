@@ -24,7 +24,7 @@ from remat import _captures
 from remat._errors import CapturedTensorError, refusal
 from remat._graph.meta import TensorMeta
 from remat._rerun import fully_shard
-from remat._torch import isolation, levels, trees
+from remat._torch import autograd, isolation, levels, trees
 from remat._tracing.refusals import out_of_reach
 
 ALL = -1  # the bits of all outputs
@@ -71,9 +71,9 @@ def variables(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
             bits[each.grad_fn] = bits.get(each.grad_fn, 0) | 1 << index
         elif each.requires_grad:
             yield each, 1 << index
-    for node in nodes_behind([*bits]):
+    for node in autograd.nodes_behind([*bits]):
         own = bits[node]
-        for edge in _nodes_it_depends_on(node):
+        for edge in autograd.next_nodes(node):
             bits[edge] = bits.get(edge, 0) | own
         if _is_held(node) or _is_guarded(node):
             yield node.variable, own
@@ -98,26 +98,6 @@ def _unheld() -> int:
         made = torch.ones((), requires_grad=True).exp()
     assert made.grad_fn is not None
     return _references_of_leaf(made.grad_fn.next_functions[0][0])
-
-
-def nodes_behind(roots: Sequence[Any]) -> list[Any]:
-    """These nodes of autograd and those behind them, each before those it leads to."""
-    ended: list[Any] = []
-    seen: set[Any] = set()
-    pending = [(node, False) for node in roots]
-    while pending:
-        node, has_led = pending.pop()
-        if has_led:
-            ended.append(node)
-        elif node not in seen:
-            seen.add(node)
-            pending.append((node, True))
-            pending.extend((edge, False) for edge in _nodes_it_depends_on(node))
-    return ended[::-1]
-
-
-def _nodes_it_depends_on(node: Any) -> list[Any]:
-    return [edge for edge, _ in node.next_functions if edge is not None]
 
 
 def require_own(
@@ -180,7 +160,9 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
     outputs = [each for leaf in trees.tensor_leaves(result) for each in _wanted(leaf)]
     if not outputs:
         return
-    nodes = nodes_behind([each.grad_fn for each in outputs if each.grad_fn is not None])
+    nodes = autograd.nodes_behind(
+        [each.grad_fn for each in outputs if each.grad_fn is not None]
+    )
     held = [node for node in nodes if _is_held(node)]
     if not held:
         return

@@ -128,6 +128,27 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
+def next_nodes(node: Any) -> list[Any]:
+    """The nodes of autograd to which the gradients of a node flow."""
+    return [each for each, _ in node.next_functions if each is not None]
+
+
+def nodes_behind(roots: Sequence[Any]) -> list[Any]:
+    """These nodes of autograd and those behind them, each before those it leads to."""
+    ended: list[Any] = []
+    seen: set[Any] = {None}
+    pending = [(node, False) for node in roots]
+    while pending:
+        node, has_led = pending.pop()
+        if has_led:
+            ended.append(node)
+        elif node not in seen:
+            seen.add(node)
+            pending.append((node, True))
+            pending.extend((each, False) for each in next_nodes(node))
+    return ended[::-1]
+
+
 # Where an `autograd.Function` is this package's own, or torch's for an operator.
 _NOT_OF_USERS = ("remat.", "torch._higher_order_ops.")
 
@@ -137,18 +158,12 @@ def has_own_rule(tensors: Sequence[Tensor | None]) -> bool:
 
     Obsolete when a node of autograd tells its `Function`.
     """
-    pending = [None if each is None else each.grad_fn for each in tensors]
-    seen: set[Any] = {None}
-    while pending:
-        node: Any = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        made_by = getattr(node, "_forward_cls", None)
-        if made_by is not None and not made_by.__module__.startswith(_NOT_OF_USERS):
-            return True
-        pending += [each for each, _ in node.next_functions]
-    return False
+    nodes = nodes_behind([each.grad_fn for each in tensors if each is not None])
+    made_by = (getattr(node, "_forward_cls", None) for node in nodes)
+    return any(
+        kind is not None and not kind.__module__.startswith(_NOT_OF_USERS)
+        for kind in made_by
+    )
 
 
 def before_backward(tensor: Tensor, check: Callable[[], None]) -> None:

@@ -14,7 +14,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from remat._programs.watching import tensors_in
 from remat._regions.protocol import Call
-from remat._rerun.dependence import nodes_behind
 from remat._torch import autograd
 
 
@@ -47,7 +46,7 @@ def _nodes_and_leaves(
     outputs: Sequence[Tensor],
 ) -> tuple[list[Any], tuple[Tensor, ...]]:
     """Autograd's objects behind some outputs, and what those that accumulate belong to."""
-    raws = nodes_behind(
+    raws = autograd.nodes_behind(
         [each.grad_fn or get_gradient_edge(each).node for each in outputs]
     )
     leaves = tuple(raw.variable for raw in raws if hasattr(raw, "variable"))
