@@ -9,7 +9,6 @@ the forward found them whenever it runs again.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import (
     Callable,
@@ -20,7 +19,7 @@ from collections.abc import (
     Sequence,
     Set,
 )
-from typing import Any, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
@@ -87,10 +86,9 @@ def _require_repeatable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Non
     """Refuses arguments that a first run uses up."""
     for leaf in trees.flatten((args, dict(kwargs)))[0]:
         if isinstance(leaf, Iterator):
-            kind = type(cast("object", leaf)).__name__
             raise refusal(
                 StaticArgumentError,
-                where=f"an argument that is a {kind}",
+                where=f"an argument that is a {type(cast('object', leaf)).__name__}",
                 what='is used up by the first run of engine="rerun".',
                 why="The second run, in the backward, would get what comes after.",
                 do="Pass what it yields as a tuple, a list or a dict.",
@@ -100,10 +98,6 @@ def _require_repeatable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Non
 # What functions have stored, by its id. It is no operand of a later call: its graph may have been
 # freed, and a function that only stores another in its place does not read it.
 _stored: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-
-
-def _is_operand(tensor: Tensor) -> bool:
-    return levels.is_followed(tensor) and id(tensor) not in _stored
 
 
 @final
@@ -132,7 +126,9 @@ class _Reach:
                 label = self.survey.tensors[id(tensor)][0].label
                 raise uninitialized(f"`{label}`")
         self.beyond = [each for each in reached if id(each) not in others]
-        self.operands = [*self.passed, *filter(_is_operand, self.beyond)]
+        followed = filter(levels.is_followed, self.beyond)
+        captured = [each for each in followed if id(each) not in _stored]
+        self.operands = [*self.passed, *captured]
         if self.engine:
             self.operands.append(self.engine.anchor)
 
@@ -202,7 +198,11 @@ class _FlatCall:
             result = self.fun(*passed.args, **passed.kwargs)
             passed.require_unchanged(self.fun)
             if not is_again:
-                self.stored = _stored_with_gradient(self.reach.survey)
+                self.stored = [
+                    (owner, step)
+                    for owner, step, value in self.reach.survey.assigned()
+                    if any(each.grad_fn for each in trees.tensor_leaves(value))
+                ]
             stored = [_captures.look(*place) for place in self.stored]
             returned: list[Tensor]
             returned, self.returned = trees.Frame.of((result, stored))
@@ -249,7 +249,7 @@ class _FlatCall:
 
     @contextlib.contextmanager
     def _prepared(
-        self, stand_ins: Mapping[int, Tensor], is_again: bool
+        self, stand_ins: dict[int, Tensor], is_again: bool
     ) -> Generator[None]:
         """Inside, each operand is replaced, and all else is as in the first run."""
         reach, substituted = self.reach, _Substituted(self, stand_ins)
@@ -264,16 +264,12 @@ class _FlatCall:
             yield
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Shared:
+class _Shared(NamedTuple):
     """A result that is another one, or lies in its memory: a change of one changes the other."""
 
     owner: int
     is_owner: bool
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    layout: tuple[torch.Size, tuple[int, ...], int]  # size, stride and offset
 
     def of(self, owner: Tensor | None, found: Tensor | None) -> Tensor | None:
         """The result, such that autograd knows of it."""
@@ -285,12 +281,16 @@ class _Shared:
         is_detached = owner.requires_grad != found.requires_grad
         if is_detached or levels.interpreter_is_active():
             return found
-        return owner.as_strided(self.size, self.stride, self.offset)
+        return owner.as_strided(*self.layout)
 
 
 def _shared(results: Sequence[Tensor]) -> dict[int, _Shared]:
     owners: dict[object, int] = {}
-    plain = {index: each for index, each in enumerate(results) if _lies_plainly(each)}
+    plain = {
+        index: each
+        for index, each in enumerate(results)
+        if _has_storage_to_compare(each) and levels.level_of(each) < 0
+    }
     for index, each in plain.items():
         if each.untyped_storage().nbytes() == each.numel() * each.element_size() > 0:
             owners.setdefault(storage_key(each), index)
@@ -299,22 +299,8 @@ def _shared(results: Sequence[Tensor]) -> dict[int, _Shared]:
         owner = owners.get(storage_key(each), index)
         if owner != index and each.dtype == results[owner].dtype:
             layout = each.shape, each.stride(), int(each.storage_offset())
-            found[index] = _Shared(owner, each is results[owner], *layout)
+            found[index] = _Shared(owner, each is results[owner], layout)
     return found
-
-
-def _lies_plainly(tensor: Tensor) -> bool:
-    return _has_storage_to_compare(tensor) and levels.level_of(tensor) < 0
-
-
-def _stored_with_gradient(
-    survey: _captures.Survey,
-) -> list[tuple[object, _captures.Step]]:
-    return [
-        (owner, step)
-        for owner, step, value in survey.assigned()
-        if any(each.grad_fn is not None for each in trees.tensor_leaves(value))
-    ]
 
 
 _NOTHING = contextlib.nullcontext()
