@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import TraceError, remat
-from remat._torch import functionalization
+from remat._torch import tracer
 from tests.support import assert_bitwise, grads, seeded
 
 pytestmark = pytest.mark.contract
@@ -73,13 +73,13 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 def second_traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What went through torch's functionalization."""
     known: list[Any] = []
-    functionalized = functionalization.functionalized
+    functionalized = tracer.functionalized
 
     def noticed(function: Any) -> Any:
         known.append(function)
         return functionalized(function)
 
-    monkeypatch.setattr(functionalization, "functionalized", noticed)
+    monkeypatch.setattr(tracer, "functionalized", noticed)
     return known
 
 
