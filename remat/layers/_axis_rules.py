@@ -1,17 +1,18 @@
-"""What operators do to the axis that a function is tiled along, operator by operator.
+"""What operators do to the axis that a function is tiled along.
 
-A rule takes a step one of whose arguments has something of the axis, and says what its results
-have of it. It raises `MixesError` where a result depends on several places of the axis at once.
-An operator without a rule is taken to mix them.
+A rule takes a step one of whose arguments has something of the axis. It raises `MixesError`
+where a result depends on several places of the axis at once. An operator without a rule is
+taken to mix them. Where the axis is in a result is not for rules to say: traces of two lengths
+show which dimension is as long as a tile.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
-import sys
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast, final
+from typing import Any, TypeAlias, final
 
 import torch
 
@@ -20,19 +21,88 @@ from remat._graph.meta import TensorMeta
 from remat._graph.values import Value
 from remat._torch import schemas
 from remat._user_lines import warn
-from remat.layers._axis import Alike, Along, MixesError, State, Total
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Along:
+    """Part of the axis: each step along dimension `dim` belongs to one place on it.
+
+    The dimension may be a product of several, of which the axis is one: `inner` is the product
+    of those behind it.
+    """
+
+    dim: int
+    inner: int = 1
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alike:
+    """Nothing of the axis: the value is the same whichever tile runs.
+
+    Along `dims` its slices are equal (or independent draws), so that they suit any tile.
+    """
+
+    dims: frozenset[int] = frozenset()
+
+
+@final
+class Total(enum.Enum):
+    """Everything of the axis, in a way that tiles can make: their sum, or their mean."""
+
+    SUM = "sum"
+    MEAN = "mean"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Key:
+    """A random key, which each tile gets as one of its own."""
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mixed:
+    """Several places of the axis at once, in a way that tiles cannot make.
+
+    `step` is the operator that did so, with its line, and `why` says how.
+    """
+
+    step: str
+    why: str
+
+
+State: TypeAlias = Along | Alike | Total | Key | Mixed
+
+
+class MixesError(Exception):
+    """Raised by a rule where an operator mixes places of the axis; the text says how."""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A tensor that a step reads: what it has of the axis, and its metadata."""
+    """A tensor: what it has of the axis, and its metadata in a tile and in the whole."""
 
     state: State
     meta: TensorMeta
-    sized: frozenset[int] = (
-        frozenset()
-    )  # the dimensions that are as long as the tile is
+    whole: TensorMeta
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether it has nothing of the axis."""
+        return isinstance(self.state, Alike)
+
+    @property
+    def sized(self) -> tuple[int, ...]:
+        """The dimensions whose length depends on that of the tile."""
+        sizes = zip(self.meta.shape, self.whole.shape, strict=True)
+        return tuple(dim for dim, (one, other) in enumerate(sizes) if one != other)
+
+    def lengths(self, dim: int) -> tuple[int, int]:
+        """How long a dimension is in a tile and in the whole."""
+        return self.meta.shape[dim], self.whole.shape[dim]
 
     def suits(self, dim: int) -> bool:
         """Whether it may meet the axis at a dimension, which it has nothing of."""
@@ -50,8 +120,8 @@ class Step:
     given: dict[str, Any]
     operands: tuple[Operand, ...]  # the tensors, in the order of the arguments
     by_name: dict[str, Operand]  # those that are arguments by themselves
-    out: TensorMeta  # its first result
-    length: int  # of the axis, in a tile
+    out: Operand  # its first result, whose state is not known yet
+    lengths: tuple[int, int]  # of the axis, in a tile and in the whole
 
     @property
     def name(self) -> str:
@@ -59,181 +129,152 @@ class Step:
         return operators.short_name(self.value.op).removeprefix("aten.")
 
     @property
-    def first(self) -> tuple[Along, TensorMeta]:
+    def along(self) -> list[tuple[Along, Operand]]:
+        """The operands that have part of the axis, and where."""
+        pairs = [(each.state, each) for each in self.operands]
+        return [(state, each) for state, each in pairs if isinstance(state, Along)]
+
+    @property
+    def first(self) -> tuple[Along, Operand]:
         """Where the axis is in its first tensor, the only one that has it."""
         one, *others = self.operands
-        if isinstance(one.state, Along) and all(_is_alike(each) for each in others):
-            return one.state, one.meta
+        if isinstance(one.state, Along) and all(each.is_alike for each in others):
+            return one.state, one
         raise MixesError("the axis is in an argument in which it cannot be followed.")
 
+    @property
+    def is_view(self) -> bool:
+        """Whether its result shares memory with its argument."""
+        return operators.returns_view(self.value.op)
 
-Rule: TypeAlias = Callable[[Step], State]
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether it works element by element."""
+        op: Any = self.value.op
+        is_tagged = (
+            isinstance(op, schemas.OpOverload) and torch.Tag.pointwise in op.tags
+        )
+        return is_tagged or self.name in _POINTWISE
 
 
-def require_no_size(step: Step) -> None:
+#: Rules return None where each place of the axis is kept in a dimension of its own.
+Rule: TypeAlias = Callable[[Step], Along | Total | None]
+
+_POINTWISE = (
+    "clone",
+    "_to_copy",
+    "lift_fresh_copy",
+    "native_dropout",
+    "bernoulli",
+    "complex",
+    "polar",
+)
+_PARTS = frozenset(["select", "slice", "diagonal", "as_strided", "unfold", "split"])
+
+
+def require_sizes(step: Step) -> None:
     """Refuses a step that makes other numbers of a dimension that is as long as a tile.
 
     Such a dimension is shorter than in the whole. What keeps each element in its place may
     have it, and so may what meets the axis there and is the same at each place of it.
     """
-    if keeps_places(step):
+    is_view = step.is_view and step.name not in _PARTS
+    keeps_places = is_view or step.is_pointwise or step.name == "repeat"
+    has_axis = bool(step.along)
+    if keeps_places and not has_axis:
         return
-    has_axis = not all(map(_is_alike, step.operands))
     for each in step.operands:
-        own = set[int]()
         if isinstance(each.state, Along):
-            own = {each.state.dim}
-        elif has_axis:
-            own = {dim for dim in each.sized if each.suits(dim)}
-        if each.sized - own:
+            continue
+        if not has_axis and each.sized:
             raise MixesError("it computes with as many values as a tile is long.")
-
-
-def keeps_places(step: Step) -> bool:
-    """Whether a step neither combines elements nor takes some of them."""
-    if operators.returns_view(step.value.op):
-        return step.name not in _PARTS
-    return is_pointwise(step.value.op) or step.name in ("clone", "_to_copy", "repeat")
-
-
-_PARTS = frozenset(["select", "slice", "diagonal", "as_strided", "unfold", "split"])
+        if not all(map(each.suits, each.sized)):
+            raise MixesError(
+                f"it meets {each.meta}, which has a value for each place within a tile but "
+                "is the same for all tiles."
+            )
 
 
 def rule_of(step: Step) -> Rule | None:
     """The rule of an operator; None where nothing is known of it."""
-    op, name = step.value.op, step.name
     if any(isinstance(each.state, Total) for each in step.operands):
         return _linear
-    if name in _RULES:
-        return _RULES[name]
-    if operators.returns_view(op):
-        return _view
-    return pointwise if is_pointwise(op) else None
+    if step.name in _RULES:
+        return _RULES[step.name]
+    return _kept if step.is_view or step.is_pointwise else None
 
 
-def is_pointwise(op: Any) -> bool:
-    """Whether torch says that an operator works element by element."""
-    return isinstance(op, schemas.OpOverload) and torch.Tag.pointwise in op.tags
+def place_of(step: Step, result: Operand) -> Along | None:
+    """Where the axis is in a result, if this has each place of the axis once."""
+    (inner, lengths), *others = {
+        (state.inner, each.lengths(state.dim)) for state, each in step.along
+    }
+    dims = result.sized
+    is_there = len(dims) == 1 and result.lengths(dims[0]) == lengths
+    return Along(dims[0], inner) if is_there and not others else None
 
 
-def pointwise(step: Step) -> State:
-    """Each result is made of what stands at its own place, with broadcasting."""
-    out, found = step.out, set[Along]()
-    for each in step.operands:
-        if isinstance(each.state, Along):
-            found.add(_aligned(each.state, each.meta, out))
-    if len(found) != 1:
-        raise MixesError("the axis meets itself in another dimension.")
-    (place,) = found
-    for each in step.operands:
-        _require_suits(each, place.dim - len(out.shape) + len(each.meta.shape))
-    return place
+def _kept(step: Step) -> None:
+    """Moves elements, or computes each of what stands at its own place."""
+    if step.name in ("diagonal", "as_strided"):
+        raise MixesError("it takes a part of the axis.")
 
 
-def _aligned(state: Along, meta: TensorMeta, out: TensorMeta) -> Along:
-    dim = state.dim + len(out.shape) - len(meta.shape)
-    if out.shape[dim] != meta.shape[state.dim]:
-        raise MixesError("the axis is broadcast.")
-    return Along(dim, state.inner)
-
-
-def _require_suits(operand: Operand, dim: int) -> None:
-    if _is_alike(operand) and not operand.suits(dim):
-        raise MixesError(
-            f"it meets {operand.meta}, which has a value for each place within a tile but "
-            "is the same for all tiles."
-        )
-
-
-def _is_alike(operand: Operand) -> bool:
-    return isinstance(operand.state, Alike)
-
-
-def _linear(step: Step) -> State:
+def _linear(step: Step) -> Total:
     """What is made of a sum or a mean over the axis: where that is linear, one again."""
-    kinds = [each.state for each in step.operands if not _is_alike(each)]
+    kinds = [each.state for each in step.operands if not each.is_alike]
     name, kind, is_only = step.name, kinds[0], len(kinds) == 1
     if name in ("add", "sub"):
         # A mean of equal values is that value, a sum is not.
         is_linear = kind is Total.MEAN or len(kinds) == len(step.value.args)
     elif name == "div":
-        is_linear = is_only and not _is_alike(step.operands[0])
+        is_linear = is_only and not step.operands[0].is_alike
     elif name == "_to_copy":
         given = step.operands[0].meta
-        is_linear = given.is_differentiable == step.out.is_differentiable
+        is_linear = given.is_differentiable == step.out.meta.is_differentiable
     else:
-        is_linear = is_only and (
-            name in _KEEP_TOTALS or operators.returns_view(step.value.op)
-        )
-    if len({*kinds}) != 1 or not is_linear:
-        raise MixesError("what was summed along the axis is not used linearly.")
-    return kind
+        is_linear = is_only and (name in _KEEP_TOTALS or step.is_view)
+    if len({*kinds}) == 1 and is_linear and isinstance(kind, Total):
+        return kind
+    raise MixesError("what was summed along the axis is not used linearly.")
 
 
 _KEEP_TOTALS = frozenset(["mul", "neg", "clone", "sum", "mean"])
 
 
-def _view(step: Step) -> State:
-    """A view: found by what it makes of strides that tell where the axis is."""
-    state, meta = step.first
-    if step.name in ("diagonal", "as_strided") or not _is_whole(step, state.dim):
-        raise MixesError("it takes a part of the axis.")
-    strides = [int(dim == state.dim) for dim, _ in enumerate(meta.shape)]
-    probe = torch.empty_strided(meta.shape, strides, dtype=meta.dtype, device="meta")
-    args, kwargs = step.value.args[1:], dict(step.value.kwargs)
-    made: Any = cast("Any", step.value.op)(probe, *args, **kwargs)
-    first = made if isinstance(made, torch.Tensor) else made[0]
-    sizes = zip(first.shape, first.stride(), strict=True)
-    dims = [dim for dim, (size, stride) in enumerate(sizes) if stride and size > 1]
-    if len(dims) != 1 or first.shape[dims[0]] != meta.shape[state.dim]:
-        raise MixesError("it takes a part of the axis.")
-    return Along(dims[0], state.inner)
-
-
-def _is_whole(step: Step, dim: int) -> bool:
-    """Whether a step is no slice of a dimension, by numbers that may fit a tile by chance."""
-    given = step.given
-    if step.name != "slice" or given["dim"] % len(step.out.shape) != dim:
-        return True
-    size = step.operands[0].meta.shape[dim]
-    is_open = given["end"] is None or given["end"] in (size, sys.maxsize)
-    return is_open and given["start"] in (None, 0)
-
-
-def _reshape(step: Step) -> State:
+def _reshape(step: Step) -> Along:
     """A view that merges dimensions, or splits them."""
-    state, meta = step.first
-    block = state.inner * math.prod(meta.shape[state.dim + 1 :])
-    behind = math.prod(step.out.shape)
-    if behind != math.prod(meta.shape):
-        raise MixesError("it reads elements as others of another dtype.")
-    if not behind:
-        raise MixesError("it has no elements by which the axis could be followed.")
-    for dim, size in enumerate(step.out.shape):
-        behind, whole = behind // size, behind
-        is_inside = behind <= block and block * step.length <= whole
-        if is_inside and block % behind == 0 and whole % (block * step.length) == 0:
-            return Along(dim, block // behind)
-    raise MixesError("it merges the axis with others in another order.")
+    state, operand = step.first
+    (dim, *others), inner = step.out.sized or (0,), 0
+    for given, made, length in zip(
+        (operand.meta, operand.whole),
+        (step.out.meta, step.out.whole),
+        step.lengths,
+        strict=True,
+    ):
+        block = state.inner * math.prod(given.shape[state.dim + 1 :])
+        behind, whole = (math.prod(made.shape[k:]) for k in (dim + 1, dim))
+        if math.prod(made.shape) != math.prod(given.shape):
+            raise MixesError("it reads elements as others of another dtype.")
+        if not whole:
+            raise MixesError("it has no elements by which the axis could be followed.")
+        is_inside = behind <= block and block * length <= whole
+        if others or not is_inside or block % behind or whole % (block * length):
+            raise MixesError("it merges the axis with others in another order.")
+        inner = block // behind
+    return Along(dim, inner)
 
 
-def _along_dims(step: Step) -> State:
+def _along_dims(step: Step) -> Total | None:
     """Works along the dimensions that an argument names: reductions, softmax, sorts."""
-    state, meta = step.first
+    state, operand = step.first
     named: Any = step.given.get("dims", step.given.get("dim"))
-    count = len(meta.shape)
+    count = len(operand.meta.shape)
     listed: Any = [named] if isinstance(named, int) else named or range(count)
-    dims = {each % count for each in listed}
-    if state.dim in dims:
-        return _over_axis(step.name)
-    is_kept = len(step.out.shape) == count
-    removed = 0 if is_kept else sum(each < state.dim for each in dims)
-    return Along(state.dim - removed, state.inner)
-
-
-def _over_axis(name: str) -> Total:
-    if name in _TOTALS:
-        return _TOTALS[name]
+    if state.dim not in {each % count for each in listed}:
+        return None
+    if step.name in _TOTALS:
+        return _TOTALS[step.name]
     raise MixesError("it works along the axis.")
 
 
@@ -243,163 +284,80 @@ _TOTALS = {"sum": Total.SUM, "nansum": Total.SUM, "mean": Total.MEAN}
 def _last_dims(count: Callable[[Step], int]) -> Rule:
     """The rule of what works along its last dimensions."""
 
-    def rule(step: Step) -> State:
-        state, meta = step.first
-        if state.dim >= len(meta.shape) - count(step):
+    def rule(step: Step) -> None:
+        state, operand = step.first
+        if state.dim >= len(operand.meta.shape) - count(step):
             raise MixesError("it works along the axis.")
-        return state
 
     return rule
 
 
-def _besides_dim(step: Step) -> Along:
+def _besides_dim(step: Step) -> None:
     """Joins, reads or writes along `dim`, and place by place otherwise."""
-    found = {each.state for each in step.operands if not _is_alike(each)}
-    (place, *others), ndim = found, len(step.operands[0].meta.shape)
-    if others or not isinstance(place, Along) or place.dim == step.given["dim"] % ndim:
+    named = step.given["dim"] % len(step.operands[0].meta.shape)
+    dims = {state.dim for state, _ in step.along} - {named}
+    # What has one place there is not broadcast, but meets the first place of each tile.
+    if len(dims) != 1 or not all(dims.issubset(each.sized) for each in step.operands):
         raise MixesError("it takes elements from anywhere on the axis.")
-    length = max(each.meta.shape[place.dim] for each in step.operands)
-    for each in step.operands:
-        _require_suits(each, place.dim)
-        if each.meta.shape[place.dim] != length:  # it is not broadcast, but cut
-            raise MixesError("it takes elements of the first places of each tile.")
-    return place
 
 
-def _stack(step: Step) -> State:
-    """Joins along a new dimension."""
-    place = pointwise(dataclasses.replace(step, out=step.operands[0].meta))
-    assert isinstance(place, Along)
-    is_behind = step.given["dim"] % len(step.out.shape) <= place.dim
-    return Along(place.dim + is_behind, place.inner)
+def _bucketize(step: Step) -> None:
+    if step.first and step.by_name["boundaries"].sized:
+        raise MixesError("it counts as many boundaries as a tile is long.")
 
 
-def _repeat(step: Step) -> State:
-    state, meta = step.first
-    dim = state.dim + len(step.out.shape) - len(meta.shape)
-    if step.given["repeats"][dim] != 1:
-        raise MixesError("it repeats the axis.")
-    return Along(dim, state.inner)
-
-
-def _looked_up(source: str, indices: str) -> Rule:
-    """The rule of a table in which each place looks up rows of its own."""
-
-    def rule(step: Step) -> State:
-        table, places = step.by_name[source], step.by_name[indices]
-        if not _is_alike(table) or not isinstance(places.state, Along):
-            raise MixesError("it takes elements from anywhere on the axis.")
-        offset = step.given.get("dim", 0) % len(table.meta.shape)
-        return Along(places.state.dim + offset, places.state.inner)
-
-    return rule
-
-
-def _index(step: Step) -> State:
-    """Indexing by tensors."""
-    source, chosen = step.by_name["self"], step.given["indices"]
-    firsts = [dim for dim, each in enumerate(chosen) if each is not None]
-    is_together = firsts == [*range(firsts[0], firsts[0] + len(firsts))]
-    indices = step.operands[1:]
-    ndim = max(len(each.meta.shape) for each in indices)
-    state = source.state
-    if isinstance(state, Along) and all(map(_is_alike, indices)):
-        if state.dim in firsts:
-            raise MixesError("it takes elements from anywhere on the axis.")
-        before = sum(each < state.dim for each in firsts)
-        is_behind = not is_together or state.dim > firsts[0]
-        return Along(state.dim - before + (ndim if is_behind else 0), state.inner)
-    found = {
-        Along(each.state.dim + ndim - len(each.meta.shape), each.state.inner)
-        for each in indices
-        if isinstance(each.state, Along)
-    }
-    if not _is_alike(source) or len(found) != 1:
+def _looked_up(step: Step) -> None:
+    """Indexing by tensors: in what is the same for all, or the same for all."""
+    source, *indices = step.operands
+    dims = [0]
+    if "indices" in step.given and step.name == "index":
+        dims = [k for k, each in enumerate(step.given["indices"]) if each is not None]
+    elif "dim" in step.given:
+        dims = [step.given["dim"] % len(source.meta.shape)]
+    state, is_alike = source.state, all(each.is_alike for each in indices)
+    is_beside = isinstance(state, Along) and is_alike and state.dim not in dims
+    if not (is_beside or source.is_alike):
         raise MixesError("it takes elements from anywhere on the axis.")
-    (place,) = found
-    for each in indices:
-        _require_suits(each, place.dim - ndim + len(each.meta.shape))
-    return Along(place.dim + (firsts[0] if is_together else 0), place.inner)
 
 
-def _by_letters(text: str) -> Rule:
-    """The rule of an operator whose dimensions have letters, as in an einsum.
-
-    A letter that the result lacks is summed over after "->", and mixed after "=>". What
-    stands behind "+" is broadcast against the result; "*" stands for dimensions that mix.
-    """
-    given, arrow, result = text.partition("->" if "->" in text else "=>")
-    letters = dict(cast("tuple[str, str]", each.split(":")) for each in given.split())
-    result = result.strip()
-
-    def rule(step: Step) -> State:
-        found = {
-            (_letter(each, letters.get(name, "*")), each.state.inner)
-            for name, each in step.by_name.items()
-            if isinstance(each.state, Along)
-        }
-        if len(found) != 1:
-            raise MixesError("it combines each place of the axis with others.")
-        ((letter, inner),) = found
-        is_summed = arrow == "->" and letter not in result
-        if letter == "*" or (letter not in result and not is_summed):
-            raise MixesError("it works along the axis.")
-        for name, each in step.by_name.items():
-            own = letters.get(name, "*")
-            if letter in own:
-                _require_suits(each, _dim(each, own, letter))
-            elif is_summed and own.startswith("+"):
-                raise MixesError("it adds something to each tile's part of a sum.")
-        return Total.SUM if is_summed else Along(result.index(letter), inner)
-
-    return rule
+def _product(step: Step) -> Total | None:
+    """A product of matrices or vectors, which may be summed over the axis."""
+    names = ("mat1", "batch1", "self")
+    left = next(step.by_name[name] for name in names if name in step.by_name)
+    if len(left.meta.shape) - 1 not in left.sized:
+        return None
+    if step.name in ("addmm", "baddbmm"):
+        raise MixesError("it adds something to each tile's part of a sum.")
+    return Total.SUM
 
 
-def _dim(operand: Operand, letters: str, letter: str) -> int:
-    """The dimension that a letter stands for; negative if it is not there."""
-    own = letters.removeprefix("+")
-    behind = len(operand.meta.shape) - len(own) if letters.startswith("+") else 0
-    return own.index(letter) + behind
-
-
-def _letter(operand: Operand, letters: str) -> str:
-    state = operand.state
-    assert isinstance(state, Along)
-    own = letters.removeprefix("+")
-    at = state.dim
-    if letters.startswith("+"):
-        at += len(own) - len(operand.meta.shape)
-    return own[at] if at < len(own) else "*"
-
-
-_attention_dims = _by_letters(
-    "query:bhqd key:bhkd value:bhkv attn_mask:+bhqk attn_bias:+bhqk => bhqv"
-)
-_batch_norm_dims = _by_letters("input:b* => b")
-
-
-def _attention(step: Step) -> State:
-    state = _attention_dims(step)
-    is_over_queries = isinstance(state, Along) and state.dim == 2
-    if is_over_queries and step.given.get("is_causal"):
+def _attention(step: Step) -> None:
+    """Of queries (b, h, q, d), keys (b, h, k, d), values (b, h, k, v), and (b, h, q, v)."""
+    dims = {state.dim + 4 - len(each.meta.shape) for state, each in step.along}
+    names = {2: ("key", "value"), 3: ("query", "key")}
+    if len(dims) != 1 or len(step.out.sized) != 1:
+        raise MixesError("it combines each place of the axis with others.")
+    (dim,) = dims
+    if not all(step.by_name[name].is_alike for name in names.get(dim, ())):
+        raise MixesError("it combines each place of the axis with others.")
+    if dim == 2 and step.given.get("is_causal"):
         raise MixesError("its causal mask tells places on the axis apart.")
-    return state
 
 
-def _batch_norm(step: Step) -> State:
-    is_training = step.given.get("training", step.given.get("train", False))
-    if is_training:
+def _batch_norm(step: Step) -> None:
+    if step.given.get("training", step.given.get("train", False)):
         raise MixesError("it takes statistics along the batch.")
-    return _batch_norm_dims(step)
+    _of_batch(step)
 
 
-def _loss(step: Step) -> State:
+def _loss(step: Step) -> Total | None:
     """A loss of each element, then summed, averaged, or neither."""
-    out = max((each.meta for each in step.operands), key=lambda meta: len(meta.shape))
-    return _reduced(step, pointwise(dataclasses.replace(step, out=out)))
+    if len({state.dim - len(each.meta.shape) for state, each in step.along}) != 1:
+        raise MixesError("the axis meets itself in another dimension.")
+    return _reduced(step)
 
 
-def _nll_loss(step: Step) -> State:
+def _nll_loss(step: Step) -> Total | None:
     """Of (N, C) or (N, C, d1, d2) and targets without C."""
     logits, targets = step.by_name["self"], step.by_name["target"]
     state = targets.state
@@ -419,28 +377,22 @@ def _nll_loss(step: Step) -> State:
             do='Use `layers.tiled_cross_entropy`, or reduction="sum" and a division after '
             "the call.",
         )
-    return _reduced(step, state)
+    return _reduced(step)
 
 
-def _reduced(step: Step, state: State) -> State:
-    states: tuple[State, ...] = (state, Total.MEAN, Total.SUM)
+def _reduced(step: Step) -> Total | None:
     reduction: int = step.given["reduction"]
-    return states[reduction]
+    return (None, Total.MEAN, Total.SUM)[reduction]
 
 
-def _size_of(argument: str) -> Callable[[Step], int]:
-    return lambda step: len(step.given[argument])
-
+_of_batch = _last_dims(lambda step: len(step.first[1].meta.shape) - 1)
 
 _RULES: dict[str, Rule] = {
     name: rule
     for names, rule in (
         ("view _unsafe_view _reshape_alias", _reshape),
-        (
-            "clone _to_copy lift_fresh_copy native_dropout bernoulli complex polar bucketize "
-            "nan_to_num",
-            pointwise,
-        ),
+        ("stack repeat", _kept),
+        ("bucketize", _bucketize),
         (
             "sum nansum mean amax amin max min argmax argmin aminmax prod any all var var_mean "
             "std std_mean logsumexp norm linalg_vector_norm count_nonzero median nanmedian mode "
@@ -455,20 +407,14 @@ _RULES: dict[str, Rule] = {
             _last_dims(lambda step: 2),
         ),
         ("constant_pad_nd", _last_dims(lambda step: len(step.given["pad"]) // 2)),
-        ("native_layer_norm _fused_rms_norm", _last_dims(_size_of("normalized_shape"))),
+        (
+            "native_layer_norm _fused_rms_norm",
+            _last_dims(lambda step: len(step.given["normalized_shape"])),
+        ),
         ("cat gather scatter scatter_add scatter_reduce", _besides_dim),
-        ("stack", _stack),
-        ("repeat", _repeat),
-        ("index", _index),
-        ("embedding", _looked_up("weight", "indices")),
-        ("index_select", _looked_up("self", "index")),
-        ("mm", _by_letters("self:ik mat2:kj -> ij")),
-        ("addmm", _by_letters("self:+ij mat1:ik mat2:kj -> ij")),
-        ("bmm", _by_letters("self:bik mat2:bkj -> bij")),
-        ("baddbmm", _by_letters("self:+bij batch1:bik batch2:bkj -> bij")),
-        ("mv", _by_letters("self:ik vec:k -> i")),
-        ("dot", _by_letters("self:k tensor:k ->")),
-        ("convolution native_group_norm", _by_letters("input:b* => b")),
+        ("index index_select embedding", _looked_up),
+        ("mm addmm bmm baddbmm mv dot", _product),
+        ("convolution native_group_norm", _of_batch),
         (
             "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
             "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",

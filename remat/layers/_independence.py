@@ -1,18 +1,18 @@
-"""Whether a function may run tile by tile along an axis, read off its trace.
+"""Whether a function may run tile by tile along an axis, read off its traces.
 
-The axis is followed from the arguments through each step of the forward graph, by what
-`_axis_rules` knows of the operators. Nothing runs.
+It is judged by traces of two lengths, of a tile and of the whole: what differs between them
+comes of the length. The axis is followed from the arguments through each step of the forward
+graph, by what `_axis_rules` knows of the operators. Nothing runs.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import operator
 import re
 import weakref
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,25 +20,24 @@ from remat._calls.decorated import undecided
 from remat._calls.entry import Entry
 from remat._errors import MutationError, TileError, refusal
 from remat._graph import operators
-from remat._graph.meta import TensorMeta
-from remat._graph.values import Graph, Ref, Value
+from remat._graph.meta import TensorMeta, metas_in
+from remat._graph.values import Graph, Ref, Value, refs
 from remat._torch import schemas, tracer
-from remat.layers._axis import Alike, Along, Key, Mixed, MixesError, State, Total
 from remat.layers._axis_rules import (
+    Alike,
+    Along,
+    Key,
+    Mixed,
+    MixesError,
     Operand,
+    State,
     Step,
-    pointwise,
-    require_no_size,
+    Total,
+    place_of,
+    require_sizes,
     rule_of,
 )
-from remat.layers._tile_call import Call
-from remat.layers._tile_pattern import Pattern
-from remat.layers._two_lengths import (
-    different_dims,
-    label,
-    require_same_steps,
-    sized_dims,
-)
+from remat.layers._tiles import Call, Pattern
 
 #: The traces that were found to be independent, each with the patterns and reductions.
 _known: weakref.WeakKeyDictionary[object, set[object]] = weakref.WeakKeyDictionary()
@@ -47,91 +46,49 @@ _known: weakref.WeakKeyDictionary[object, set[object]] = weakref.WeakKeyDictiona
 def require_independent(
     region: Any, pattern: Pattern, reduce: str, call: Call, size: int
 ) -> None:
-    """Refuses a function whose trace mixes places of the axis, once for each trace.
-
-    It is judged by traces of two lengths, of a tile and of the whole: what differs between them
-    comes of the length.
-    """
+    """Refuses a function whose trace mixes places of the axis, once for each trace."""
     if size >= call.length:
         return  # one tile, which is the whole
     # A tile of one place would not show what is broadcast along it.
     last, size = call.sizes(size)[-1], max(size, 2)
     whole = call.length if call.length > size else 2 * size
-    tile = _traced(region, call, size)
-    known, judged = _known.setdefault(tile.entry.region, set()), (size, whole, last)
+
+    def traced(region: Any, length: int) -> tuple[Entry, list[State]]:
+        (args, kwargs), states = call.stand_in(length, is_part=True)
+        return region.entry_of(args, kwargs)[0], states
+
+    tile, states = traced(region, size)
+    known, judged = _known.setdefault(tile.region, set()), (size, whole, last)
     if (pattern.text, reduce, judged) in known:
         return
-    _require_no_writes(region, tile.entry)
-    _require_results(region, tile, outputs_of(tile), pattern, reduce)
+    name = getattr(region, "__qualname__", type(region).__name__)
+    if tile.written or tile.changed:
+        raise refusal(
+            MutationError,
+            where=f"tiled: {name}",
+            what="changes a buffer or an argument in place.",
+            why="It would change once for each tile.",
+            do="Return the new value, or put the module into eval mode.",
+        )
     # Its policy may be one for a tile alone: a budget, a plan.
-    larger = _traced(undecided(region), call, whole)
-    require_same_steps(tile.entry, larger.entry)
-    if last > 1:
-        require_same_steps(tile.entry, _traced(region, call, last).entry)
-    sized = sized_dims(tile.entry, larger.entry)
-    traces = [dataclasses.replace(each, sized=sized) for each in (tile, larger)]
-    one, other = map(outputs_of, traces)
-    for trace, returned in zip(traces, (one, other), strict=True):
-        told = [
-            dataclasses.replace(each, sized=different_dims(a.meta, b.meta))
-            for each, a, b in zip(returned, one, other, strict=True)
-        ]
-        _require_results(region, trace, told, pattern, reduce)
+    others = [traced(undecided(region), whole)[0]]
+    others += [traced(region, last)[0]] if last > 1 else []
+    for other in others:
+        _require_same_steps(tile, other)
+    results = _results_of(tile, others[0], states, (size, whole))
+    with tracer.unrecorded():  # a trace around this one is not to hold them
+        made = [torch.empty(each.meta.shape, device="meta") for each in results]
+    parts = pattern.of_results(tile.output.around(made))
+    for part, tensor, each in zip(parts, made, results, strict=True):
+        dim = part.dim(tensor, "a result")
+        _require_result(name, each, dim, Total(reduce), (size, whole))
+    for other in others:
+        _require_same_numbers(tile, other)
     known.add((pattern.text, reduce, judged))
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class _Trace:
-    """A trace of a tile of some length, and what its arguments have of the axis.
-
-    `sized` has for each value the dimensions that are as long as the tile is; none are known
-    from one trace alone.
-    """
-
-    entry: Entry
-    states: list[State]
-    length: int
-    sized: Mapping[int, frozenset[int]] = dataclasses.field(
-        default_factory=dict[int, frozenset[int]]
-    )
-
-
-def _traced(region: Any, call: Call, length: int) -> _Trace:
-    (args, kwargs), states = call.stand_in(length, is_part=True)
-    return _Trace(region.entry_of(args, kwargs)[0], states, length)
-
-
-def _require_results(
-    region: Any,
-    trace: _Trace,
-    returned: Sequence[Operand],
-    pattern: Pattern,
-    reduce: str,
-) -> None:
-    """Refuses a trace whose results are not those that the pattern names."""
-    with tracer.unrecorded():  # a trace around this one is not to hold them
-        made = [torch.empty(each.meta.shape, device="meta") for each in returned]
-    parts = pattern.of_results(trace.entry.output.around(made))
-    for part, tensor, each in zip(parts, made, returned, strict=True):
-        dim = part.dim(tensor, "a result")
-        _require_result(region, each, dim, Total(reduce), trace.length)
-
-
-def _require_no_writes(region: Any, entry: Entry) -> None:
-    if not entry.written and not entry.changed:
-        return
-    raise refusal(
-        MutationError,
-        where=f"tiled: {name_of(region)}",
-        what="changes a buffer or an argument in place.",
-        why="It would change once for each tile.",
-        do="Return the new value, or put the module into eval mode.",
-    )
-
-
 def _require_result(
-    region: Any, result: Operand, dim: int | None, reduce: Total, length: int
+    name: str, result: Operand, dim: int | None, reduce: Total, lengths: tuple[int, int]
 ) -> None:
     """Refuses a result that tiles do not make."""
     state = result.state
@@ -143,23 +100,27 @@ def _require_result(
             why="Each tile runs by itself, and sees only its own part.",
             do="Cut along another axis, or leave the operator out of the function.",
         )
-    is_alike = isinstance(state, Alike)
-    others = result.sized - {dim}
+    others = () if isinstance(state, Along) else {*result.sized} - {dim}
+    dims = state.dims if isinstance(state, Alike) else ()
     if others:
         wanted = f"as long in its dimension {min(others)} as a tile is"
     elif dim is None:
-        if state is reduce or (is_alike and reduce is Total.MEAN):
+        if state is reduce or (result.is_alike and reduce is Total.MEAN):
             return
         wanted = f"no {reduce.value} over it"
     else:
-        is_whole = is_alike and dim in state.dims and result.meta.shape[dim] == length
+        is_whole = dim in dims and result.lengths(dim) == lengths
         if state == Along(dim) or is_whole:
             return
         wanted = f"not cut along its dimension {dim}"
+    told = "the same for all tiles"
+    if isinstance(state, (Along, Total)):
+        is_along = isinstance(state, Along)
+        told = f"has it in dimension {state.dim}" if is_along else f"its {state.value}"
     raise refusal(
         TileError,
-        where=f"tiled: {name_of(region)}",
-        what=f"a result is {wanted}, as its pattern says of the axis, but {_told(state)}."
+        where=f"tiled: {name}",
+        what=f"a result is {wanted}, as its pattern says of the axis, but {told}."
         if not others
         else f"a result is {wanted}.",
         why="The results of the tiles are put together as the pattern says.",
@@ -168,168 +129,241 @@ def _require_result(
     )
 
 
-def _told(state: State) -> str:
-    if isinstance(state, Along):
-        return f"has it in dimension {state.dim}"
-    if isinstance(state, Total):
-        return f"its {state.value}"
-    return "the same for all tiles"
+def _require_same_steps(tile: Entry, other: Entry) -> None:
+    """Refuses a function whose steps, captures or results depend on the length."""
+    if tile.output.is_tensor != other.output.is_tensor:
+        raise _refuse(None, "returns more or fewer values for a tile of another size.")
+    for one, same in itertools.zip_longest(_forward(tile), _forward(other)):
+        if one is None or same is None or _form(one) != _form(same):
+            what = "is a step for tiles of one size and none for those of another."
+            raise _refuse(one or same, what)
+    bases = [
+        [(view.output, view.operand) for view in entry.stages.joint.views]
+        + [entry.stages.joint.outputs, entry.labels]
+        for entry in (tile, other)
+    ]
+    if bases[0] != bases[1]:
+        what = "reads or returns other values for a tile of another size."
+        raise _refuse(None, what)
 
 
-def outputs_of(trace: _Trace) -> list[Operand]:
+def _require_same_numbers(tile: Entry, other: Entry) -> None:
+    """Refuses a function that computes with numbers, or returns some, that are of the length."""
+    for one, same in zip(_forward(tile), _forward(other), strict=True):
+        numbers, others = _numbers(one), _numbers(same)
+        names = [key for key in numbers if repr(numbers[key]) != repr(others.get(key))]
+        is_constant = one.op is operators.constant
+        if names and not (is_constant and one.args[0].shape != same.args[0].shape):
+            shown = ", ".join(f"{numbers[key]}" for key in names)
+            rest = ", ".join(f"{others.get(key)}" for key in names)
+            raise _refuse(
+                one,
+                "computes with a number that depends on the size of the tile: "
+                f"{shown}, and {rest} for another size.",
+            )
+    returned = [
+        [each for each in entry.output.statics if isinstance(each, _PLAIN)]
+        for entry in (tile, other)
+    ]
+    if returned[0] != returned[1]:
+        what = f"returns {returned[0]}, and {returned[1]} for a tile of another size."
+        raise _refuse(None, what)
+
+
+_PLAIN = (int, float, complex, str)
+
+
+def _refuse(value: Value | None, what: str) -> TileError:
+    return refusal(
+        TileError,
+        where=f"tiled: {'the function' if value is None else _label(value)}",
+        what=what,
+        why="A tile is smaller than the whole, so that the result would differ.",
+        do='Write .mean() with reduce="mean" instead of a division by the size, or '
+        "divide after the call.",
+    )
+
+
+def _label(value: Value) -> str:
+    """An operator in a message, with the line that the user wrote."""
+    name = value.function or operators.short_name(value.op)
+    return f"{name} at {value.source}" if value.source else name
+
+
+def _forward(entry: Entry) -> list[Value]:
+    """The steps of a forward, and of the views of its results."""
+    joint = entry.stages.joint
+    graphs = [joint.graph, *(each.path for each in joint.views if each.path)]
+    return [
+        value
+        for graph in graphs
+        for value in graph.values[graph.num_inputs :]
+        if not value.is_backward
+    ]
+
+
+def _form(value: Value) -> object:
+    """What a step is, whatever the length: its operator, what it reads, what it makes."""
+    made = [(len(meta.shape), meta.dtype) for meta in metas_in(value.meta)]
+    return value.op, value.uses, made
+
+
+def _numbers(value: Value) -> dict[str, Any]:
+    """What a step computes with besides tensors, but for what says how long its result is."""
+    if value.op is operators.constant:
+        return {"values": value.args[0].tolist()}
+    op: Any = value.op
+    if not isinstance(op, schemas.OpOverload):
+        return {}
+    given = operators.arguments(op, value.args, dict(value.kwargs))
+    return {
+        name: each
+        for name, each in given.items()
+        if name not in _LENGTHS and not [*refs(each)]
+    }
+
+
+# "N" is a group norm's.
+_LENGTHS = frozenset(["N", "size", "shape", "repeats", "end", "steps", "n", "m"])
+
+
+def _results_of(
+    tile: Entry, whole: Entry, given: Sequence[State], lengths: tuple[int, int]
+) -> list[Operand]:
     """What each tensor that a traced function returns has of the axis.
 
-    The trace has it for the tensors of the arguments; those that it captures are alike.
+    `given` is what the tensors of the arguments have; those that it captures are alike.
     """
-    joint = trace.entry.stages.joint
-    num_captured = joint.num_operands - len(trace.states)
-    assert num_captured >= 0, "each operand is an argument or captured"
-    given = [*trace.states, *[Alike()] * num_captured]
-    states = follow(joint.graph, given, trace.length, trace.sized)
+    joint, other = tile.stages.joint, whole.stages.joint
+    states = _follow(joint.graph, other.graph, given, lengths)
     found: list[Operand] = []
-    for view in joint.views:
+    for view, same in zip(joint.views, other.views, strict=True):
         at = view.operand if view.output is None else joint.outputs[view.output].index
         assert at is not None, "a view has a base"
-        value, state = joint.graph.values[at], states[at]
-        if view.path is not None:
-            value, made = view.path.values[-1], follow(view.path, [state], trace.length)
-            state = made[-1]
-        assert isinstance(value.meta, TensorMeta), "a tensor is returned"
-        found.append(Operand(state, value.meta))
+        state, values = states[at], (joint.graph.values[at], other.graph.values[at])
+        if view.path is not None and same.path is not None:
+            state = _follow(view.path, same.path, [state], lengths)[-1]
+            values = view.path.values[-1], same.path.values[-1]
+        found.append(Operand(state, *map(_meta, values)))
     return found
 
 
-def follow(
-    graph: Graph,
-    inputs: Sequence[State],
-    length: int,
-    sized: Mapping[int, frozenset[int]] = MappingProxyType({}),
-) -> list[Any]:
-    """What each value of a graph has of the axis, a list for several outputs of an operator.
+def _meta(value: Value) -> TensorMeta:
+    if isinstance(value.meta, TensorMeta):
+        return value.meta
+    raise MixesError("one of its arguments is no tensor.")
 
-    The backward, and inputs beyond those given, are of no interest.
-    """
-    states: list[Any] = [*inputs]
-    states += [Alike()] * (graph.num_inputs - len(inputs))
-    for value in graph.values[graph.num_inputs :]:
+
+def _follow(
+    graph: Graph, whole: Graph, given: Sequence[State], lengths: tuple[int, int]
+) -> list[Any]:
+    """What each value of a forward has of the axis, a list for several outputs of an operator."""
+    states: list[Any] = [*given, *[Alike()] * (graph.num_inputs - len(given))]
+    pairs = list(zip(graph.values, whole.values, strict=False))
+    for value, other in pairs[graph.num_inputs :]:
         if value.is_backward:
-            states.append(Alike())  # nobody asks for it
+            break
+        mixed = [states[k] for k in value.uses if isinstance(states[k], Mixed)]
+        if mixed:
+            states.append(mixed[0])
         elif value.op is operator.getitem:
             made, place = states[value.args[0].index], value.args[1]
             states.append(made[place] if isinstance(made, list) else made)
         else:
-            states.append(_after(value, graph, states, length, sized))
+            try:
+                used = {
+                    k: Operand(states[k], *map(_meta, pairs[k])) for k in value.uses
+                }
+                states.append(_after(value, other, used, lengths))
+            except MixesError as error:
+                states.append(Mixed(_label(value), str(error)))
     return states
 
 
 def _after(
-    value: Value,
-    graph: Graph,
-    states: Sequence[Any],
-    length: int,
-    sized: Mapping[int, frozenset[int]],
+    value: Value, other: Value, used: dict[int, Operand], lengths: tuple[int, int]
 ) -> Any:
-    used = [states[index] for index in value.uses]
-    for state in used:
-        if isinstance(state, Mixed):
-            return state
-    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
-    if operators.is_keyed(value.op) or Key() in used:
-        return _keyed(value, used, metas)
-    if value.op is operators.constant:
-        return Alike()
-    if _is_fill(value):
-        return Alike(_all_dims(metas))
-    try:
-        step = _step_of(value, graph, states, length, sized)
-        require_no_size(step)
-        if all(isinstance(each.state, Alike) for each in step.operands):
-            return _alike(value, step, metas)
-        rule = rule_of(step)
-        if rule is None:
-            why = "nothing is known of what it does along an axis."
-            return Mixed(label(value), why)
-        state = rule(step)
-    except MixesError as error:
-        return Mixed(label(value), str(error))
-    if len(metas) == 1:
-        return state
-    return [_of_output(state, each, metas[0]) for each in metas]
+    """What the results of a step have of the axis."""
+    metas = [
+        each.meta if isinstance(each.meta, tuple) else (each.meta,)
+        for each in (value, other)
+    ]
+    made = [
+        None if one is None or same is None else Operand(Alike(), one, same)
+        for one, same in zip(*metas, strict=True)
+    ]
+    states = [each.state for each in used.values()]
+    if operators.is_keyed(value.op) or Key() in states:
+        if any(isinstance(each, (Along, Total)) for each in states):
+            raise MixesError("it makes keys of values along the axis.")
+        # A draw or a key that is derived, from a key that is a tile's own or all tiles'.
+        is_key = any(each.meta.dtype == torch.uint64 for each in made if each)
+        drawn = Key() if is_key else Alike(_all_dims(made))
+        found = [drawn if Key() in states else Alike()] * len(made)
+    elif value.op is operators.constant:
+        found = [Alike()]
+    elif _is_fill(value):
+        found = [Alike(_all_dims(made))]
+    else:
+        found = _computed(value, made, used, lengths)
+    return found if isinstance(value.meta, tuple) else found[0]
 
 
-def _step_of(
+def _computed(
     value: Value,
-    graph: Graph,
-    states: Sequence[Any],
-    length: int,
-    sized: Mapping[int, frozenset[int]],
-) -> Step:
-    """A step with what its operands have of the axis."""
-
-    def operand(ref: Ref) -> Operand:
-        meta = graph.values[ref.index].meta
-        if not isinstance(meta, TensorMeta):
-            raise MixesError("one of its arguments is no tensor.")
-        return Operand(states[ref.index], meta, sized.get(ref.index, frozenset()))
-
+    made: Sequence[Operand | None],
+    used: dict[int, Operand],
+    lengths: tuple[int, int],
+) -> list[State]:
+    """What the results have of a step that computes."""
     op: Any = value.op
-    if not isinstance(op, schemas.OpOverload):
-        raise MixesError("it takes a function.")
+    if not isinstance(op, schemas.OpOverload) or made[0] is None:
+        raise MixesError("it takes a function, or its result is no tensor.")
     given = operators.arguments(op, value.args, dict(value.kwargs))
     by_name = {
-        key: operand(each) for key, each in given.items() if isinstance(each, Ref)
+        key: used[each.index] for key, each in given.items() if isinstance(each, Ref)
     }
-    every = tuple(operand(Ref(index)) for index in value.uses)
-    out = value.meta[0] if isinstance(value.meta, tuple) else value.meta
-    if out is None:
-        raise MixesError("its result is no tensor.")
-    return Step(value, given, every, by_name, out, length)
+    operands = tuple(used[index] for index in value.uses)
+    step = Step(value, given, operands, by_name, made[0], lengths)
+    require_sizes(step)
+    if all(each.is_alike for each in operands):
+        return [_alike(step, made)] * len(made)
+    rule = rule_of(step)
+    if rule is None:
+        raise MixesError("nothing is known of what it does along an axis.")
+    state = rule(step)
+    if state is not None:
+        return [state] * len(made)
+    places = [None if each is None else place_of(step, each) for each in made]
+    why = "its result does not have each place of the axis once."
+    return [place or Mixed(_label(value), why) for place in places]
 
 
-def _keyed(
-    value: Value, used: Sequence[Any], metas: Sequence[TensorMeta | None]
-) -> Any:
-    """A draw or a key that is derived, from a key that is a tile's own or all tiles'."""
-    if any(isinstance(each, (Along, Total)) for each in used):
-        return Mixed(label(value), "it makes keys of values along the axis.")
-    is_own = Key() in used
-    if any(meta is not None and meta.dtype == torch.uint64 for meta in metas):
-        made: State = Key() if is_own else Alike()
-    else:
-        made = Alike(_all_dims(metas)) if is_own else Alike()
-    return made if len(metas) == 1 else [made] * len(metas)
-
-
-def _alike(value: Value, step: Step, metas: Sequence[TensorMeta | None]) -> Any:
+def _alike(step: Step, made: Sequence[Operand | None]) -> Alike:
     """What is made of values that have nothing of the axis."""
-    dims = frozenset[int]()
-    ndim = len(step.out.shape)
-    if rule_of(step) is pointwise:
-        suits = [
-            all(each.suits(dim - ndim + len(each.meta.shape)) for each in step.operands)
-            for dim in range(ndim)
+    shape = step.out.meta.shape
+    if step.is_pointwise:
+        behind = [(each, len(each.meta.shape) - len(shape)) for each in step.operands]
+        dims = [
+            dim
+            for dim, _ in enumerate(shape)
+            if all(each.suits(dim + offset) for each, offset in behind)
         ]
-        dims = frozenset(dim for dim, each in enumerate(suits) if each)
-    elif operators.returns_view(value.op):
-        (viewed, *_) = step.operands
-        if all(map(viewed.suits, range(len(viewed.meta.shape)))):
-            dims = _all_dims(metas)
-    return Alike(dims) if len(metas) == 1 else [Alike(dims)] * len(metas)
+        return Alike(frozenset(dims))
+    viewed, *_ = (*step.operands, None)
+    if (
+        viewed
+        and step.is_view
+        and all(map(viewed.suits, range(len(viewed.meta.shape))))
+    ):
+        return Alike(_all_dims(made))
+    return Alike()
 
 
-def _of_output(
-    state: State, meta: TensorMeta | None, first: TensorMeta | None
-) -> State:
-    """What a further result of an operator has, after what its first one has."""
-    if not isinstance(state, Along) or meta is None or first is None:
-        return state
-    if meta.shape[state.dim : state.dim + 1] == first.shape[state.dim : state.dim + 1]:
-        return state
-    return Mixed("a helper output", "its dimensions are not those of the first.")
-
-
-def _all_dims(metas: Sequence[TensorMeta | None]) -> frozenset[int]:
-    return frozenset(range(max((len(each.shape) for each in metas if each), default=0)))
+def _all_dims(made: Sequence[Operand | None]) -> frozenset[int]:
+    return frozenset(
+        range(max((len(each.meta.shape) for each in made if each), default=0))
+    )
 
 
 def _is_fill(value: Value) -> bool:
@@ -343,8 +377,3 @@ _BY_TENSOR = torch.ops.aten.bernoulli.Tensor
 _FILLS = re.compile(
     r"(new_)?(zeros|ones|full|empty|rand|randn|randint)(_like)?|scalar_tensor|fill"
 )
-
-
-def name_of(region: Any) -> str:
-    """A tiled function in a message."""
-    return getattr(region, "__qualname__", type(region).__name__)

@@ -25,8 +25,7 @@ from remat._torch.modules import calling_module
 from remat._user_lines import warn
 from remat.layers import _unrolled
 from remat.layers._independence import require_independent
-from remat.layers._tile_call import Call
-from remat.layers._tile_pattern import Part, Pattern
+from remat.layers._tiles import Call, Part, Pattern
 from remat.policies._sizes import parse_size, show_size
 from remat.storage._argument_checks import refuse, require_count
 
@@ -262,7 +261,7 @@ def _on_dense(
     """Calls a function with tiles that lie in memory as a whole tensor does."""
     pairs = pattern.of_arguments(args)
     given = [
-        trees.map_tensors(Tensor.contiguous, arg) if part.is_cut else arg
+        trees.map_tensors(Tensor.contiguous, arg) if part.place is not None else arg
         for part, arg in pairs
     ]
     return f(*given, **kwargs)
@@ -289,7 +288,7 @@ def _unrolled_call(
     size = tiled.size(call)
     f: Any = tiled.__wrapped__
     if not _unrolled.is_region(f):
-        f = functools.partial(_in_graph, f)
+        f = functools.partial(_unrolled.call, f)
     results: list[Any] = [
         _on_dense(f, tiled.pattern, *args, **kwargs)
         for args, kwargs in call.tiles(size)
@@ -306,16 +305,15 @@ _WITH_OPTIONS = explain(
 )
 
 
-def _in_graph(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _unrolled.call(f, args, kwargs)
-
-
 def _size_within(region: Any, call: Call, limit: int) -> int:
     """The largest size of a tile whose values take at most some bytes."""
     count = 1
     while True:
         size = max(-(-call.length // count), 1)
-        found = _working_bytes(region, call, size)
+        (args, kwargs), _ = call.stand_in(size)
+        stages = region.entry_of(args, kwargs)[0].stages
+        peaks = peaks_of(stages.joint, stages.cut, stages.saved_bytes, 0, frees=True)
+        found = peaks.of_step
         if found <= limit:
             return size
         if size == 1:
@@ -328,10 +326,3 @@ def _size_within(region: Any, call: Call, limit: int) -> int:
                 do=f'Pass at least "{found}B", or a number of tiles.',
             )
         count = max(count + 1, min(call.length, math.ceil(count * found / limit)))
-
-
-def _working_bytes(region: Any, call: Call, size: int) -> int:
-    (args, kwargs), _ = call.stand_in(size)
-    stages = region.entry_of(args, kwargs)[0].stages
-    found = peaks_of(stages.joint, stages.cut, stages.saved_bytes, 0, frees=True)
-    return found.of_step

@@ -48,7 +48,7 @@ def scan(
         place = count - 1 - step if reverse else step
         parts = [leaf[place] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         x = trees.unflatten(parts, tree)
-        new, y = call(f, (carry, x), {})
+        new, y = call(f, carry, x)
         if not _are_carries_alike(carry, new) or not _is_unrollable(y):
             dynamo.end_graph(_OTHERWISE)
         carry = new
@@ -64,7 +64,7 @@ def chain(stack: Any, x: Any) -> Any:
     """A `remat.chain`, the first argument, without a schedule, in a graph."""
     _require_plain_stack("chain", None, stack.schedule)
     for f in stack.fs:
-        x = f(x) if is_region(f) else call(f, (x,), {})
+        x = f(x) if is_region(f) else call(f, x)
     return x
 
 
@@ -73,7 +73,7 @@ def is_region(f: object) -> bool:
     return isinstance(f, (DecoratedFunction, RematModule))
 
 
-def call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function as a region in a graph."""
     kind = _OF_MODULES if is_of_module(f) else _OF_FUNCTIONS
     name = f.__name__ if isinstance(f, types.FunctionType) else type(f).__name__
