@@ -60,7 +60,7 @@ from remat._regions.protocol import Asked, Batched, Opened, Pushed
 from remat._regions.tangents import moved_outputs, push, tangent_metas
 from remat._switches.numerics import Numerics
 from remat.policies import AbstractPolicy, nothing_saveable
-from remat.policies._planned import for_derived
+from remat.policies._budget import for_derived
 from remat.storage import AbstractStorage, Keep
 
 _Make = TypeVar("_Make", bound=Callable[..., Any])

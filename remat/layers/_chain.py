@@ -197,7 +197,7 @@ class _TracedChain:
     def __init__(self, stages: Sequence[_ChainStage], x: Any) -> None:
         leaves, frame = trees.Frame.of(x)
         self.stages: list[Stage] = []
-        self._captured = _run_stack.Captured()
+        self._captured: dict[Tensor, int] = {}
         self._first = list(map(laid_densely, leaves))
         self._links: list[Link] = []
         self._metas = list(map(TensorMeta.of_operand, self._first))
@@ -207,7 +207,7 @@ class _TracedChain:
         for stage in rest:
             tree = stage.owning(self._add, tree)
         self._tree = tree
-        _run_stack.require_own_buffers(self._links, self._captured)
+        _run_stack.require_own_buffers(self._links, [*self._captured])
 
     def _add(self, region: AnyStage, tree: _Tree) -> _Tree:
         args, count = (tree(stand_ins(self._metas)),), len(self._metas)
@@ -219,7 +219,7 @@ class _TracedChain:
         return entry.output.around
 
     def run(self, schedule: AbstractSchedule) -> Any:
-        tensors = [*self._first, *self._captured.tensors]
+        tensors = [*self._first, *self._captured]
         stack = Stack(
             self._links,
             tuple(map(TensorMeta.of_operand, tensors)),

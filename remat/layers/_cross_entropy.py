@@ -91,8 +91,8 @@ def tiled_cross_entropy(
             loss + 0 * weight
         )  # not a number where no target is used, as torch's mean
     size = total.length_of_tile(rows, labels, head, weight, *options)
-    found = _WithGradients.apply(total, size, options, rows, labels, head, weight)
-    return cast("Tensor", found)
+    given = total, size, options, rows, labels, head, weight
+    return cast("Tensor", _WithGradients.apply(*given))
 
 
 class _Options(NamedTuple):
@@ -163,8 +163,8 @@ class _WithGradients(torch.autograd.Function):
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             own = None if d_rows is None else d_rows[part]
-            tile = _Tile(rows[part], labels[part], head, weight, options)
-            loss += tile.loss(own, d_head)
+            tile = rows[part], labels[part], head, weight, options
+            loss += _tile_loss(tile, own, d_head)
         d_head = None if d_head is None else d_head.to(head.dtype)
         ctx.save_for_backward(rows, labels, head, weight, d_rows, d_head)
         ctx.total, ctx.options = total, options
@@ -200,52 +200,48 @@ class _WithGradients(torch.autograd.Function):
         return None, None, None, d_rows, None, d_head, None
 
 
-class _Tile(NamedTuple):
-    """The tokens of one tile."""
+def _tile_loss(
+    tile: tuple[Tensor, Tensor, Tensor, Tensor, _Options],
+    d_rows: Tensor | None,
+    d_head: Tensor | None,
+) -> Tensor:
+    """A tile's part of the loss; writes the gradient of its rows, adds to that of the head.
 
-    rows: Tensor
-    labels: Tensor
-    head: Tensor
-    weight: Tensor
-    options: _Options
+    The logits become their own gradient, in place.
+    """
+    rows, labels, head, weight, options = tile
+    ignore_index, smoothing, softcap, z_loss = options
+    logits = _wide(rows @ head.T)
+    slope = None
+    if softcap is not None:
+        capped = logits.div_(softcap).tanh_()
+        slope = 1 - capped.square()
+        capped.mul_(softcap)
+    is_used = (labels != ignore_index).unsqueeze(-1)
+    index = torch.where(is_used, labels.unsqueeze(-1), 0)
+    weight = torch.where(is_used, weight, 0)
+    constant = (1 - smoothing) * logits.gather(-1, index)
+    if smoothing:
+        constant += smoothing * logits.mean(-1, keepdim=True)
+    top = logits.amax(-1, keepdim=True)
+    sums = logits.sub_(top).exp_().sum(-1, keepdim=True)
+    partition = top + sums.log()
+    loss = ((partition - constant + z_loss * partition.square()) * weight).sum()
 
-    def loss(self, d_rows: Tensor | None, d_head: Tensor | None) -> Tensor:
-        """Its part of the loss; writes the gradient of its rows, adds to that of the head.
-
-        The logits become their own gradient, in place.
-        """
-        ignore_index, smoothing, softcap, z_loss = self.options
-        logits = _wide(self.rows @ self.head.T)
-        slope = None
-        if softcap is not None:
-            capped = logits.div_(softcap).tanh_()
-            slope = 1 - capped.square()
-            capped.mul_(softcap)
-        is_used = (self.labels != ignore_index).unsqueeze(-1)
-        index = torch.where(is_used, self.labels.unsqueeze(-1), 0)
-        weight = torch.where(is_used, self.weight, 0)
-        constant = (1 - smoothing) * logits.gather(-1, index)
-        if smoothing:
-            constant += smoothing * logits.mean(-1, keepdim=True)
-        top = logits.amax(-1, keepdim=True)
-        sums = logits.sub_(top).exp_().sum(-1, keepdim=True)
-        partition = top + sums.log()
-        loss = ((partition - constant + z_loss * partition.square()) * weight).sum()
-
-        logits.mul_((1 + 2 * z_loss * partition) * weight / sums)
-        if smoothing:
-            logits.sub_(weight * (smoothing / logits.shape[-1]))
-        logits.scatter_add_(-1, index, (smoothing - 1) * weight)
-        if slope is not None:
-            logits.mul_(slope)
-        products = logits.to(self.head.dtype)
-        if d_rows is not None:
-            torch.mm(products, self.head, out=d_rows)
-        if d_head is not None and d_head.dtype == products.dtype:
-            d_head.addmm_(products.T, self.rows)
-        elif d_head is not None:
-            d_head += products.T @ self.rows
-        return loss
+    logits.mul_((1 + 2 * z_loss * partition) * weight / sums)
+    if smoothing:
+        logits.sub_(weight * (smoothing / logits.shape[-1]))
+    logits.scatter_add_(-1, index, (smoothing - 1) * weight)
+    if slope is not None:
+        logits.mul_(slope)
+    products = logits.to(head.dtype)
+    if d_rows is not None:
+        torch.mm(products, head, out=d_rows)
+    if d_head is not None and d_head.dtype == products.dtype:
+        d_head.addmm_(products.T, rows)
+    elif d_head is not None:
+        d_head += products.T @ rows
+    return loss
 
 
 def _require_options(options: _Options, reduction: object) -> None:

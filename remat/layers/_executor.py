@@ -88,17 +88,17 @@ class Executor:
         for stage in sorted(ledger.recorded):
             self._records[stage] = [held.pop() for _ in range(links[stage].num_saved)]
 
-    def start_backward(
-        self, cotangents: Sequence[Tensor | None], wanted: Sequence[bool]
-    ) -> None:
-        """Sets the cotangents of the outputs and the wanted gradients."""
+    def pull(
+        self,
+        actions: Iterable[schedules.Action],
+        cotangents: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Runs the backward: the operands' gradients, None if not wanted or none flows."""
         self._state = []
         self._rows = []
         self._gradients = _Gradients(self.stack, cotangents, wanted)
-
-    def gradients(self) -> list[Tensor | None]:
-        """The gradients of the operands; None if none is wanted or none flows."""
-        assert self._gradients is not None
+        self.run(actions)
         return self._gradients.found(self._operands)
 
     def _operands_of(self, stage: int) -> list[Tensor]:
@@ -109,12 +109,10 @@ class Executor:
 
     def _run_stage(self, stage: int, *, is_recorded: bool) -> None:
         link, operands = self.stack.links[stage], self._operands_of(stage)
+        returned, mutations, saved = link.run(operands, self._pass, save=is_recorded)
         if is_recorded:
             self._states[stage] = self._state
-            returned, mutations, saved = link.record(operands, self._pass)
-            self._records[stage] = saved
-        else:
-            returned, mutations = link.advance(operands, self._pass)
+            self._records[stage] = [*saved]
         self._state, row = self.stack.parted(returned)
         if self._gradients is None and len(self._rows) == stage:
             # A stage that runs again reads the buffers as they were, and changes none.

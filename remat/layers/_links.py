@@ -157,19 +157,15 @@ class Link:
             return state
         return [relaid(*each) for each in zip(state, strides, strict=True)]
 
-    def advance(
-        self, operands: Sequence[Tensor], under: Pass
-    ) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """What the stage returns, and the new values of what it changes."""
-        returned, mutations, _ = under.run(self, self.region, operands)
-        return without_none(returned), mutations
+    def run(
+        self, operands: Sequence[Tensor], under: Pass, *, save: bool
+    ) -> tuple[list[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """What the stage returns, and the new values of what it changes.
 
-    def record(
-        self, operands: Sequence[Tensor], under: Pass
-    ) -> tuple[list[Tensor], Sequence[Tensor], list[Tensor]]:
-        """What `advance` gives, and what the stage's backward reads besides its operands."""
-        returned, mutations, saved = under.run(self, self.region, operands, save=True)
-        return without_none(returned), mutations, [*saved]
+        If `save`, also what its backward reads besides its operands.
+        """
+        returned, mutations, saved = under.run(self, self.region, operands, save=save)
+        return without_none(returned), mutations, saved
 
     def pull(
         self,
@@ -298,7 +294,7 @@ class Link:
         """The metadata of what the stage returns; `requires_grad` where gradients flow."""
         region, joint = self.region, self.region.stages(self.roots).joint
         with on_fakes(region.operands) as fakes, torch.no_grad():
-            tensors, _ = self.advance(fakes, Pass(Numerics.current()))
+            tensors, *_ = self.run(fakes, Pass(Numerics.current()), save=False)
             metas = [TensorMeta.of(each) for each in tensors]
         flows = [
             not (view.is_cut or view.is_detached)
@@ -356,15 +352,15 @@ class Pass:
             is_alone = forward.is_alone and not forward.untracked
             if is_alone and forward.numerics.are_met_by(self.numerics):
                 return _run_of(call, forward)
-        if save:
-            return functools.partial(_run_saving, call)
-        return lambda tensors: (*bind_all(call, tensors), ())
+        if not save:
+            return lambda tensors: (*bind_all(call, tensors), ())
 
+        def run(tensors: Sequence[Tensor]) -> _Ran:
+            results = run_saving(call, tensors)
+            returned = returned_by(call, results.outputs, tensors)
+            return returned, results.mutations, results.saved
 
-def _run_saving(call: Call, tensors: Sequence[Tensor]) -> _Ran:
-    results = run_saving(call, tensors)
-    returned = returned_by(call, results.outputs, tensors)
-    return returned, results.mutations, results.saved
+        return run
 
 
 def _run_of(call: Call, forward: Forward) -> _Way:

@@ -57,29 +57,17 @@ def run_as_it_is(function: Callable[[], _T], functions: Sequence[Any]) -> _T:
     return returned
 
 
-class Captured:
-    """The tensors that the links of a stack capture, each once."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self._places: dict[int, int] = {}
-
-    def places(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """Where these are; new ones come last."""
-        for tensor in tensors:
-            if id(tensor) not in self._places:
-                self._places[id(tensor)] = len(self.tensors)
-                self.tensors.append(tensor)
-        return tuple(self._places[id(tensor)] for tensor in tensors)
-
-
 def link_of(
     region: DecoratedFunction[..., Any] | RematModule,
     args: tuple[Any, ...],
     num_state: int,
-    captured: Captured,
+    captured: dict[Tensor, int],
 ) -> tuple[Link, Entry]:
-    """A stage that can run several times, traced for arguments like these (or fake ones)."""
+    """A stage that can run several times, traced for arguments like these (or fake ones).
+
+    `captured` has the place of each tensor that a stage of the stack captures; new ones
+    come last.
+    """
     where = f"a stage of a scheduled stack, {region!r}"
     try:
         entry, roots, found = region.entry_of(args, {})
@@ -96,7 +84,7 @@ def link_of(
             why="A schedule runs a stage several times, and out of order.",
             do="Use torch.nn.utils.parametrizations, or leave the schedule out.",
         )
-    places = captured.places(found)
+    places = tuple([captured.setdefault(each, len(captured)) for each in found])
     own = len(entry.labels) - len(places)
     if entry.changed or any(index < own for index in entry.written):
         raise refusal(
@@ -121,7 +109,7 @@ def _stage_draws(where: str) -> ImplicitRandomnessError:
     )
 
 
-def require_own_buffers(links: Sequence[Link], captured: Captured) -> None:
+def require_own_buffers(links: Sequence[Link], captured: Sequence[Tensor]) -> None:
     """Refuses buffers that two stages change."""
     counts = Counter(place for link in links for place in link.written)
     shared = [place for place, count in counts.items() if count > 1]
@@ -131,7 +119,7 @@ def require_own_buffers(links: Sequence[Link], captured: Captured) -> None:
         MutationError,
         where="a scheduled stack",
         what="changes a buffer in more than one stage: "
-        f"{TensorMeta.of(captured.tensors[shared[0]])}.",
+        f"{TensorMeta.of(captured[shared[0]])}.",
         why="A stage that runs again must find the buffer unchanged.",
         do="Put the module into eval mode, move the changing state into the "
         "carry, or leave the schedule out.",

@@ -230,9 +230,10 @@ class _Scan(NamedTuple):
         self, region: DecoratedFunction[..., Any], schedule: AbstractSchedule
     ) -> tuple[Any, Any]:
         """All steps one region, which keeps what the schedule says."""
-        captured, count = _run_stack.Captured(), len(self.carry)
+        captured: dict[Tensor, int] = {}
+        count = len(self.carry)
         link, entry = _run_stack.link_of(region, self._stand_ins(), count, captured)
-        tensors = [*self.carry, *self.scanned, *captured.tensors]
+        tensors = [*self.carry, *self.scanned, *captured]
         returned = link.returned()
         stack = Stack(
             [link] * self.length,
@@ -242,7 +243,7 @@ class _Scan(NamedTuple):
             num_rows=len(returned) - count,
             is_reversed=self.is_reversed,
         )
-        _run_stack.require_own_buffers(stack.links, captured)
+        _run_stack.require_own_buffers(stack.links, [*captured])
         stages = [_run_stack.stage_of(link, returned[:count])] * self.length
         flows = tuple(meta.requires_grad for meta in returned)
         return entry.output.around(

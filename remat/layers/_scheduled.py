@@ -300,12 +300,11 @@ class _Parts:
             executor.run(self.forward)
         else:
             executor.resume(copy.deepcopy(ledger), waiting)
-        executor.start_backward(cotangents, wanted)
-        executor.run(self.backward)
+        gradients = executor.pull(self.backward, cotangents, wanted)
         return [
             torch.zeros_like(operand) if gradient is None else gradient
             for gradient, operand, is_wanted in zip(
-                executor.gradients(), operands, wanted, strict=True
+                gradients, operands, wanted, strict=True
             )
             if is_wanted
         ]

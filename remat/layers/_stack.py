@@ -18,7 +18,7 @@ from torch import Tensor
 from remat._graph.meta import TensorMeta
 from remat._regions.functions import Batch, mapped
 from remat._tracing.trace import Flat
-from remat.layers._links import Link, dense_stride, on_fakes
+from remat.layers._links import Link, dense_stride, on_fakes, without_none
 
 _T = TypeVar("_T")
 
@@ -54,7 +54,7 @@ class Stack:
     def entered(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """The first state and what is scanned over."""
         given = operands[: self.num_entered]
-        return [*given] if self.enter is None else [*map(_in_stack, self.enter(given))]
+        return [*given] if self.enter is None else without_none(self.enter(given))
 
     def place(self, stage: int) -> int:
         """Which slice a stage takes."""
@@ -110,7 +110,7 @@ class Stack:
         enter = self._entering(batch)
         count, captured_dims = self.num_entered, batch.dims[self.num_entered :]
         with on_fakes(batch.metas) as fakes:
-            scanned = [*map(_in_stack, enter(fakes[:count]))][self.num_state :]
+            scanned = without_none(enter(fakes[:count]))[self.num_state :]
             parts = [TensorMeta.of(each.unbind(0)[0]) for each in scanned]
         links = {
             id(link): _map_link(link, batch, parts, captured_dims, batch.metas[count:])
@@ -129,7 +129,7 @@ class Stack:
         over = mapped(self.enter or list, None, entering, 0)
 
         def enter(given: Sequence[Tensor]) -> Sequence[Tensor]:
-            entered = list(map(_in_stack, over(given)))
+            entered = without_none(over(given))
             scanned = [each.movedim(0, 1) for each in entered[self.num_state :]]
             return [*entered[: self.num_state], *scanned]
 
@@ -170,8 +170,3 @@ def _with_batch(meta: TensorMeta, size: int) -> TensorMeta:
     stride = dense_stride(meta)
     numel = max(int(torch.Size(meta.shape).numel()), 1)
     return dataclasses.replace(meta, shape=(size, *meta.shape), stride=(numel, *stride))
-
-
-def _in_stack(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "what enters a stack is made by views alone"
-    return tensor

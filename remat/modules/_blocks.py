@@ -18,7 +18,7 @@ from remat._plans.plan import Plan, plan as plan_of
 from remat._torch import fakes, trees
 from remat.modules._apply import Where, matching
 from remat.policies import AbstractPolicy
-from remat.policies._planned import planning_again
+from remat.policies._budget import planning_again
 
 
 @final

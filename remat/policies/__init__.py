@@ -5,12 +5,12 @@ classes, what a policy sees and answers, unions and other combinations; `_as_pol
 passes, as a policy, or why not; `_by_kind`: policies without parameters, of everything, nothing,
 matrix products, attention; `_names`: globs of names; `_by_op`: operators or torch functions as
 targets; `_by_size`: bounds; `_of_jax`: JAX's ways to write a union, and offloading;
-`_budget`: a number of bytes; `_planned`: a plan's decisions; `_operators`: how operators and
-functions are named; `_sizes`: sizes shown and parsed.
+`_budget`: a number of bytes, and a plan's decisions; `_operators`: how operators and functions
+are named; `_sizes`: sizes shown and parsed.
 """
 
 from remat.policies._as_policy import as_policy, from_callable
-from remat.policies._budget import Budget, budget
+from remat.policies._budget import Budget, Planned, budget
 from remat.policies._by_kind import (
     dots_saveable,
     dots_with_no_batch_dims_saveable,
@@ -41,7 +41,6 @@ from remat.policies._of_jax import (
     save_and_offload_only_these_names,
     save_from_both_policies,
 )
-from remat.policies._planned import Planned
 
 __all__ = [
     "AbstractPolicy",

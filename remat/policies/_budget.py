@@ -1,4 +1,4 @@
-"""The policy that is a number of bytes."""
+"""The policies of a whole program: a number of bytes, and a plan's decisions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from remat.policies._contract import (
     WholeProgram,
     decide,
 )
-from remat.policies._sizes import parse_size
+from remat.policies._sizes import parse_budget, parse_size
 from remat.storage import AbstractStorage, Keep
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _made_budget(size: Any, allow: AbstractPolicy | None, peak: Any) -> Budget:
     # What is free bounds the peak.
     if peak is None and (size == "auto" or callable(size)):
         return Budget(None, allow, _checked_peak(size))
-    size = None if size is None else _checked_budget(size)
+    size = None if size is None else parse_budget(size, "budget(size)")
     return Budget(size, allow, None if peak is None else _checked_peak(peak))
 
 
@@ -182,15 +182,59 @@ def _checked_peak(peak: Any) -> Peak:
     return parse_size(peak, "budget(peak=...)")
 
 
-def _checked_budget(size: Any) -> int | float:
-    if not isinstance(size, float):
-        return parse_size(size, "budget(size)")
-    if 0.0 < size <= 1.0:
-        return size
-    raise refusal(
-        ValueError,
-        where="budget(size)",
-        what=f"the fraction {size} is not in (0, 1].",
-        why="A float is a fraction of what is saved without remat.",
-        do="Pass bytes as an int, or a float in (0, 1].",
-    )
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Planned(WholeProgram):
+    """Saves certain values of one program; `plan(...)` makes it, as `Plan.policy`.
+
+    Values are identified by their position in the program, not by name. So the policy
+    is valid for the planned program only, and refuses others. Functions that a
+    transform derives from the planned one (its tangents, or the mapped function if
+    reverse mode is taken of that) are planned again, within the same bytes.
+
+    Args:
+        fingerprint: of the forward that was planned.
+        saved: the place in the forward of each saved value, and how it waits.
+        budget_bytes: the most that the plan may hold.
+        inputs: what the planned program takes. If they are given, another program is planned
+            again within the same bytes, with a warning that says what it takes instead.
+
+    Example:
+        >>> import torch
+        >>> from remat import plan
+        >>> def square_of_sine(x):
+        ...     return x.sin().square().sum()
+        >>> policy = plan(square_of_sine, budget=64)(torch.ones(4)).policy
+        >>> policy.saved
+        ((0, Keep()),)
+    """
+
+    fingerprint: str
+    saved: tuple[tuple[int, AbstractStorage], ...]
+    budget_bytes: int
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """That a plan chose it: the policy's repr is as long as the program."""
+        return "chosen by a plan"
+
+    def decide_all(self, values: AnyValues) -> dict[int, Save]:
+        """What was planned, if it was planned for this program."""
+        return values.replayed(self)
+
+    def __repr__(self) -> str:
+        saved, budget = f"saved={self.saved!r}", f"budget_bytes={self.budget_bytes}"
+        inputs = f", inputs={self.inputs!r}" if self.inputs else ""
+        return f"Planned({self.fingerprint!r}, {saved}, {budget}{inputs})"
+
+
+def planning_again(policy: AbstractPolicy, inputs: tuple[str, ...]) -> AbstractPolicy:
+    """A plan's policy that plans again for other inputs than these."""
+    assert isinstance(policy, Planned), "a plan has been made"
+    return replace(policy, inputs=inputs)
+
+
+def for_derived(policy: AbstractPolicy) -> AbstractPolicy:
+    """The policy, in place of a plan's, for what is derived from a function under a transform."""
+    return Budget(policy.budget_bytes) if isinstance(policy, Planned) else policy

@@ -16,10 +16,11 @@ import torch
 from torch.nn import functional
 
 from remat._errors import PolicyError, refusal
+from remat._graph.operators import short_name
 from remat._torch import schemas
 from remat.policies._contract import AbstractPolicy, Value
 from remat.policies._names import show_call
-from remat.policies._operators import bare_name, function_name, packet_name
+from remat.policies._operators import bare_name, function_name
 
 # torch exports neither class under a public name; their objects are public.
 _OPERATORS: tuple[type, ...] = (
@@ -38,7 +39,7 @@ class ByOp(AbstractPolicy):
     def __call__(self, value: Value, /) -> bool:
         if value.op is None:
             return False
-        names = (str(value.op), packet_name(value.op), bare_name(value.op))
+        names = (str(value.op), short_name(value.op), bare_name(value.op))
         return any(
             target.count(".") == name.count(".") and fnmatchcase(name, target)
             for target in self.targets
@@ -94,7 +95,7 @@ def _target_as_glob(target: object) -> str:
         case str():
             if not _is_op_name(target):
                 raise _not_op(target, "torch has no operator or function of that name.")
-            return bare_name(target) if _is_taken_apart(target) else target
+            return target.split(".")[1] if _is_taken_apart(target) else target
         case _ if isinstance(target, _OPERATORS):
             return _target_as_glob(str(target))
         case _ if _is_torch_target(target) and _is_target_name(function_name(target)):

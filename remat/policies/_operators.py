@@ -5,15 +5,12 @@
 
 import torch
 
-
-def packet_name(op: object) -> str:
-    """The name of an operator without its overload, as one writes it after `torch.ops.`."""
-    return ".".join(str(op).split(".")[:2])
+from remat._graph.operators import short_name
 
 
 def bare_name(op: object) -> str:
     """Returns the name of an operator of ATen without `aten.`; others stay whole."""
-    return packet_name(op).removeprefix("aten.")
+    return short_name(op).removeprefix("aten.")
 
 
 def function_name(function: object) -> str:

@@ -22,6 +22,23 @@ def unit_of(size_bytes: int) -> tuple[str, int]:
     return reached[-1] if reached else ("B", 1)
 
 
+def parse_budget(
+    size: object, where: str, error: type[Exception] = ValueError
+) -> int | float:
+    """A size in bytes, or a float in (0, 1] for a fraction of what is held without remat."""
+    if not isinstance(size, float):
+        return parse_size(size, where)
+    if 0.0 < size <= 1.0:
+        return size
+    raise refusal(
+        error,
+        where=where,
+        what=f"the fraction {size} is not in (0, 1].",
+        why="A float is a fraction of what is held without recomputation.",
+        do='Pass a fraction, an int in bytes, or a string like "512MiB".',
+    )
+
+
 def parse_size(size: object, where: str) -> int:
     """A size in bytes, rounded down; `where` names the argument in the message.
 

@@ -29,7 +29,7 @@ from typing import Any, final
 import numpy as np
 
 from remat._errors import BudgetError, ScheduleError, refusal
-from remat.policies._sizes import parse_size, show_size
+from remat.policies._sizes import parse_budget, show_size
 from remat.schedules import _actions as do
 from remat.schedules._contract import AbstractSchedule, Stage
 from remat.schedules._every import Every
@@ -76,17 +76,7 @@ class Budget(AbstractSchedule):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_part", isinstance(self.size, float))
-        if isinstance(self.size, float):
-            if 0 < self.size <= 1:
-                return
-            raise refusal(
-                ScheduleError,
-                where=f"Budget({self.size!r})",
-                what="the fraction is not in (0, 1].",
-                why="It is a fraction of what is held without recomputation.",
-                do="Pass a fraction, an int in bytes, or a string like '512MiB'.",
-            )
-        parse_size(self.size, f"Budget({self.size!r})")
+        parse_budget(self.size, f"Budget({self.size!r})", ScheduleError)
 
     def actions(self, stages: Sequence[Stage]) -> tuple[do.Action, ...]:
         """See the base class."""
@@ -95,10 +85,8 @@ class Budget(AbstractSchedule):
         # All records, and all states but the first.
         whole = sum(stage.record_bytes + stage.output_bytes for stage in stages)
         where = f"Budget({self.size!r})"
-        if isinstance(self.size, float):
-            limit = int(self.size * whole)
-        else:
-            limit = parse_size(self.size, where)
+        size = parse_budget(self.size, where, ScheduleError)
+        limit = int(size * whole) if isinstance(size, float) else size
         if limit >= whole:
             return Every(len(stages)).actions(stages)
         needed, smallest = _least_bytes(stages)

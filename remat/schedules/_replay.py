@@ -78,14 +78,14 @@ class Ledger:
         _require(is_here, action, f"the current state is {self.current}")
 
 
-def _require(holds: bool, action: do.Action, why: str) -> None:
-    """Refuses an action, unless this holds; else `why` is true instead."""
+def _require(holds: bool, action: do.Action | None, why: str) -> None:
+    """Refuses an action, or the end of the list, unless this holds; else `why` is true."""
     if holds:
         return
     raise refusal(
         ScheduleError,
-        where=f"the action {action}",
-        what="cannot be done.",
+        where=f"the action {action}" if action else "the end of the list",
+        what="comes too early, or cannot be done.",
         why=f"At this point, {why}.",
         do="Correct the schedule's actions: schedules.replay checks them.",
     )
@@ -147,7 +147,8 @@ def replay(actions: Iterable[do.Action], stages: Sequence[Stage]) -> Replay:
 
     for action in actions:
         if isinstance(action, do.Backward) and ledger.remaining is None:
-            _require_replay_end(ledger.current == len(stages), action, ledger)
+            is_swept = ledger.current == len(stages)
+            _require(is_swept, action, f"the current state is {ledger.current}")
             held_bytes = live_bytes()
         ledger.enter(action)
         most_snapshots = max(most_snapshots, len(ledger.kept))
@@ -163,18 +164,5 @@ def replay(actions: Iterable[do.Action], stages: Sequence[Stage]) -> Replay:
             cost += stages[stage].cost
             peak_bytes = max(peak_bytes, live_bytes(stage, stage + 1))
     is_done = ledger.remaining == 0 or not stages
-    _require_replay_end(is_done, "the end of the list", ledger)
+    _require(is_done, None, f"{ledger.remaining} stages remain to be pulled back")
     return Replay(evaluations, cost, most_snapshots, peak_bytes, held_bytes)
-
-
-def _require_replay_end(holds: bool, where: object, ledger: Ledger) -> None:
-    if holds:
-        return
-    raise refusal(
-        ScheduleError,
-        where=f"{where}",
-        what="comes too early.",
-        why=f"The current state is {ledger.current}, and the stages that remain to "
-        f"be pulled back are {ledger.remaining}.",
-        do="Run the sweep to the last state, then pull back each stage once.",
-    )
