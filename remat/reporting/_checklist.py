@@ -12,13 +12,16 @@ from torch import Tensor
 
 from remat._errors import RematError, refusal
 from remat._graph import operators
-from remat._regions.waiting import storages
 from remat._switches.blocks import disabled
 from remat._torch import fakes, modes, tensors
 from remat.policies._sizes import show_size
-from remat.reporting._held import graph_of, leaves_of
 from remat.reporting._make_report import report
-from remat.reporting._measure.step import MeasuredStep
+from remat.reporting._measure.step import (
+    MeasuredStep,
+    graph_of,
+    leaves_of,
+    storage_sizes,
+)
 from remat.reporting._measure.watch import StepWatcher
 from remat.reporting._records import Facts, to_json
 from remat.reporting._report import Report
@@ -213,8 +216,7 @@ def _parameters_apart(step: MeasuredStep, found: Report) -> _Answer:
         with _CopyWatcher(leaves) as watcher:
             outputs = step.forward()
             nodes, _ = graph_of(outputs)
-    saved = [tensor for node in nodes for tensor in node.saved]
-    held = {tensors.key_of(each) for tensor in saved for each in storages(tensor)}
+    held = storage_sizes(tensor for node in nodes for tensor in node.saved)
     copies = [each for key, each in watcher.copies.items() if key in held]
     size = sum(each.untyped_storage().nbytes() for each in copies)
     figure = (

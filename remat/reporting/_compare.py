@@ -18,8 +18,7 @@ from remat._errors import RematError, RematWarning, refusal
 from remat._regions.out_of_memory import name_of
 from remat._switches.blocks import disabled
 from remat.policies._sizes import show_size
-from remat.reporting._held import leaves_of
-from remat.reporting._measure.step import MeasuredStep, median_and_spread
+from remat.reporting._measure.step import MeasuredStep, leaves_of, median_and_spread
 from remat.reporting._measure.watch import StepWatcher
 from remat.reporting._records import to_json
 from remat.reporting._show.figures import comparison_figure

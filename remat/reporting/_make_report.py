@@ -2,26 +2,21 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
 
+from remat._graph.flops import step_flops
+from remat._graph.values import Graph
 from remat._partition.peak import peak_of_run
 from remat._regions.waiting import Waiting, parts_of, storages
-from remat._torch.tensors import key_of, storage_key
-from remat.reporting._held import Node, graph_of
+from remat._torch.tensors import key_of
 from remat.reporting._measure import suggestions
 from remat.reporting._measure.live_bytes import allocator_peak
-from remat.reporting._measure.step import MeasuredStep
-from remat.reporting._measure.traced import (
-    RegionCall,
-    RegionCalls,
-    RegionTrace,
-    Waits,
-    repeated_flops,
-)
+from remat.reporting._measure.step import MeasuredStep, Node, graph_of, storage_sizes
+from remat.reporting._measure.traced import RegionCall, RegionCalls, RegionTrace, Waits
 from remat.reporting._measure.watch import Allocation, ProgramRun, StepWatcher
 from remat.reporting._records import (
     HeldValue,
@@ -185,6 +180,7 @@ class _Measurement:
         held = self._waiting(range(len(self.names)))
         outside = set(range(len(self.names))) - set(self.calls.at)
         history = self._history()
+        parameters, arguments = map(storage_sizes, (self.leaves, self.step.arguments))
         is_known = all(each.recompute_flops is not None for each in regions)
         recompute_flops = sum(each.recompute_flops or 0 for each in regions)
         recompute_s = sum(each.recompute_s or 0.0 for each in regions)
@@ -198,8 +194,8 @@ class _Measurement:
             output_bytes=self.held_bytes - held.held_bytes,
             peak=self._peak(history),
             allocator_peak_bytes=self.allocator_peak_bytes,
-            parameter_bytes=_reported_bytes(self.leaves),
-            argument_bytes=_reported_bytes(self.step.arguments, less=self.leaves),
+            parameter_bytes=sum(parameters.values()),
+            argument_bytes=sum(arguments[k] for k in arguments.keys() - parameters),
             gradient_bytes=sum(each.size_bytes for each in self.gradients),
             optimizer_bytes=None,
             forward_flops=self.watch.flops["forward"],
@@ -235,7 +231,7 @@ class _Measurement:
         known = [run for run in runs if run is not None]
         graphs = {id(run.graph): run.graph for run in known}  # equal layers share one
         working_set_bytes = max(map(peak_of_run, graphs.values()), default=0)
-        again = {key: repeated_flops(graph) for key, graph in graphs.items()}
+        again = {key: _repeated_flops(graph) for key, graph in graphs.items()}
         traced = calls[0].traced
         flops = [again[id(run.graph)] if run and traced else None for run in runs]
         backward_s = sum(sum(run.times_s.values()) for run in known)
@@ -244,9 +240,7 @@ class _Measurement:
             name=calls[0].name,
             policy=calls[0].policy,
             calls=len(calls),
-            layers=_folded(
-                held, flops, [call.module for call in calls], self.step.paths
-            ),
+            layers=tuple(self._layers(calls, zip(held, flops, strict=True))),
             held_bytes=sum(held),
             predicted_held_bytes=predicted.held_bytes if traced else None,
             elsewhere_bytes=sum(each.elsewhere_bytes for each in measured),
@@ -254,9 +248,21 @@ class _Measurement:
             working_set_bytes=max((run.peak_bytes for run in known), default=0),
             predicted_working_set_bytes=working_set_bytes if traced else None,
             recompute_flops=sum(each or 0 for each in flops) if traced else None,
-            recompute_s=sum(map(_reported_repeat_s, known)) if is_timed else None,
+            recompute_s=sum(map(_repeated_s, known)) if is_timed else None,
             backward_s=backward_s if is_timed else None,
         )
+
+    def _layers(
+        self, calls: Sequence[RegionCall], figures: Iterable[tuple[int, int | None]]
+    ) -> Iterator[Layer]:
+        """Equal calls as one, by their paths where all are modules of the model."""
+        places: dict[tuple[int, int | None], list[int]] = {}
+        for place, figure in enumerate(figures):
+            places.setdefault(figure, []).append(place)
+        for (size, work), own in places.items():
+            paths = [self.step.paths.get(id(calls[k].module), "") for k in own]
+            modules = tuple(paths) if all(paths) else ()
+            yield Layer(own[0], len(own), size, work, modules)
 
     def _waiting(self, places: Container[int]) -> Waits:
         """What the nodes at these places hold, by measurement."""
@@ -324,20 +330,17 @@ class _Measurement:
 
     def _values(self) -> tuple[HeldValue, ...]:
         """What is held, equal values of several calls folded, the largest first."""
-        found = Counter(map(self._value, self.held.values()))
-        return _largest_first(
-            dataclasses.replace(each, count=count, size_bytes=count * each.size_bytes)
-            for each, count in found.items()
-        )
+        return _folded(Counter(map(self._value, self.held.values())))
 
     def _recomputed(self) -> tuple[RecomputedValue, ...]:
         """What runs again, equal values of several traces folded, the largest first."""
         counts: Counter[RecomputedValue] = Counter()
         for traced in self.calls.traces:
-            for op, value in traced.recomputed:
+            for number in traced.recomputed:
+                value = traced.analysis.views[number]
                 one = RecomputedValue(
                     name=", ".join(value.names),
-                    op=op,
+                    op=traced.made_by(number),
                     shape=tuple(value.shape),
                     dtype=value.dtype,
                     size_bytes=value.size_bytes,
@@ -347,15 +350,7 @@ class _Measurement:
                     region=traced.calls[0].name,
                 )
                 counts[one] += len(traced.calls)
-        return _largest_first(
-            dataclasses.replace(
-                each,
-                count=count,
-                size_bytes=count * each.size_bytes,
-                flops=count * each.flops,
-            )
-            for each, count in counts.items()
-        )
+        return _folded(counts)
 
     def _outside_values(self) -> tuple[HeldValue, ...]:
         """What no region makes or holds, and nobody is given, the largest first."""
@@ -447,6 +442,19 @@ class _Measurement:
         )
 
 
+def _folded(counts: Counter[_V]) -> tuple[_V, ...]:
+    """Equal values of so many calls as one, the largest first."""
+    figures = ("size_bytes", "flops")
+    return _largest_first(
+        dataclasses.replace(
+            each,
+            count=count,
+            **{k: count * getattr(each, k) for k in figures if hasattr(each, k)},
+        )
+        for each, count in counts.items()
+    )
+
+
 def _largest_first(values: Iterable[_V]) -> tuple[_V, ...]:
     return tuple(sorted(values, key=lambda value: -value.size_bytes))
 
@@ -464,38 +472,10 @@ def _thinned(history: Sequence[Counter[str]]) -> Sequence[int]:
     return sorted(kept)
 
 
-def _reported_bytes(tensors: Sequence[Tensor], less: Sequence[Tensor] = ()) -> int:
-    """The bytes that a report counts for some tensors, less those of others."""
-    others = {storage_key(each) for each in less}
-    found = {
-        key_of(each): each.nbytes() for tensor in tensors for each in storages(tensor)
-    }
-    return sum(size for key, size in found.items() if key not in others)
+def _repeated_flops(graph: Graph) -> int:
+    return sum(step_flops(graph, value) for value in graph.values if value.is_repeat)
 
 
-def _folded(
-    held: Sequence[int],
-    flops: Sequence[int | None],
-    modules: Sequence[object],
-    paths: Mapping[int, str],
-) -> tuple[Layer, ...]:
-    """Equal layers of a report as one, by their paths where all are modules of the model."""
-    kinds = list(zip(held, flops, strict=True))
-    names: dict[Any, list[str]] = {}
-    for kind, module in zip(kinds, modules, strict=True):
-        names.setdefault(kind, []).append(paths.get(id(module), ""))
-    return tuple(
-        Layer(
-            kinds.index((size, work)),
-            len(own),
-            size,
-            work,
-            tuple(own) if all(own) else (),
-        )
-        for (size, work), own in names.items()
-    )
-
-
-def _reported_repeat_s(run: ProgramRun) -> float:
+def _repeated_s(run: ProgramRun) -> float:
     values = run.graph.values
     return sum(time_s for step, time_s in run.times_s.items() if values[step].is_repeat)

@@ -20,8 +20,7 @@ from remat._graph.values import Graph
 from remat._torch import fakes, levels, modes, tensors
 from remat._tracing import naming
 from remat._user_lines import user_line
-from remat.reporting._held import graph_of
-from remat.reporting._measure.step import MeasuredStep
+from remat.reporting._measure.step import MeasuredStep, graph_of
 from remat.reporting._measure.traced import RegionCall, RegionCalls
 from remat.reporting._measure.watch import ProgramRun, StepListener
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from remat._torch import tensors, trees
+from remat._torch import trees
+from remat.reporting._measure.step import storage_sizes
 from remat.reporting._records import Facts, to_json
 from remat.reporting._show.html import html_report
 from remat.reporting._show.text import Diff, diff, rich_report, text_report
@@ -108,11 +109,8 @@ class Report(Facts):
             optimizer: an optimizer; it has a state once it has taken a step.
         """
         state: dict[Any, Any] = dict(optimizer.state)
-        found = {
-            tensors.storage_key(each): each.untyped_storage().nbytes()
-            for each in trees.tensor_leaves(list(map(dict, state.values())))
-        }
-        return dataclasses.replace(self, optimizer_bytes=sum(found.values()))
+        sizes = storage_sizes(trees.tensor_leaves(list(map(dict, state.values()))))
+        return dataclasses.replace(self, optimizer_bytes=sum(sizes.values()))
 
     def figure(self, plain: Report | None = None) -> Figure:
         """The bytes over the step, stacked by owner; matplotlib's, not yet saved.

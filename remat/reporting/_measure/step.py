@@ -1,25 +1,30 @@
-"""One step of a function: its forward, and the backward of the sum of what it returns.
+"""One step of a function: its forward, the graph behind it, the backward of what it returns.
 
 The caller's tensors do not change: detached aliases are differentiated, no `.grad` is
 written, and what the function changes in place is restored afterwards.
 """
 
 import contextlib
+import dataclasses
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from remat import _captures
 from remat._errors import RematError, refusal
 from remat._generators import device_states
+from remat._programs.watching import tensors_in
 from remat._regions.out_of_memory import name_of
-from remat._torch import fakes, trees
-from remat.reporting._held import leaves_of
+from remat._regions.protocol import Call
+from remat._regions.waiting import storages
+from remat._torch import autograd, fakes, trees
+from remat._torch.tensors import key_of
 
 
 @final
@@ -56,10 +61,8 @@ class MeasuredStep:
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
         """Inside, gradients are on, and state may change; it is put back afterwards."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(device_states.put_back(self.devices))
+        states = device_states.put_back(self.devices)
+        with torch.inference_mode(False), torch.enable_grad(), states:
             try:
                 yield
             finally:
@@ -175,3 +178,59 @@ def _paths_of_modules(things: Sequence[object]) -> dict[int, str]:
                 named = cast("Any", model).named_modules()
                 found = {id(each): path for path, each in named} | found
     return found
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """One node of autograd's graph, with what it saved."""
+
+    raw: Any  # autograd's object, whose `name()` is that of the backward operator
+    call: Call | None  # the call of a region that it is; None for an operator of torch
+    # the tensors that it saved, by the order or the name in which it did, and what a
+    # scheduled stack holds apart from its node
+    saved: tuple[Tensor, ...]
+
+
+def graph_of(outputs: Sequence[Tensor]) -> tuple[tuple[Node, ...], tuple[Tensor, ...]]:
+    """The nodes behind some outputs in the order of the forward, and the leaves.
+
+    Reading a saved tensor unpacks what saved-tensor hooks of others packed.
+    """
+    raws = (raw for raw in _raw_nodes(outputs) if not hasattr(raw, "variable"))
+    return tuple(map(_node, sorted(raws, key=autograd.node_number))), leaves_of(outputs)
+
+
+def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of what some tensors are stored in, each storage once, by its key."""
+    stored = (storage for tensor in tensors for storage in storages(tensor))
+    return {key_of(storage): storage.nbytes() for storage in stored}
+
+
+def leaves_of(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The leaves of autograd's graph behind some outputs."""
+    raws = _raw_nodes(outputs)
+    return tuple(raw.variable for raw in raws if hasattr(raw, "variable"))
+
+
+def _raw_nodes(outputs: Sequence[Tensor]) -> list[Any]:
+    return autograd.nodes_behind(
+        [each.grad_fn or get_gradient_edge(each).node for each in outputs]
+    )
+
+
+def _node(raw: Any) -> Node:
+    call = getattr(raw, "call", None)
+    call = call if isinstance(call, Call) else None
+    apart = () if call is None else call.region.held_apart
+    return Node(raw, call, (*_saved_by(raw), *apart))
+
+
+def _saved_by(raw: Any) -> Iterator[Tensor]:
+    """What a region's node has in `saved_tensors`, and one of torch's in `_saved_...`."""
+    if hasattr(raw, "saved_tensors"):
+        yield from (each for each in raw.saved_tensors if each is not None)
+        return
+    for name in dir(raw):
+        if name.startswith("_saved_"):
+            yield from tensors_in(getattr(raw, name))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, final
 
-from remat import _captures, policies
+from remat import _captures
 from remat._graph import operators
 from remat._graph.flops import step_flops
 from remat._graph.meta import TensorMeta, metas_in
@@ -21,7 +21,7 @@ from remat._regions.functions import Roots
 from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Explained
 from remat.policies import Save
-from remat.reporting._held import Node
+from remat.reporting._measure.step import Node
 from remat.reporting._measure.watch import ProgramRun
 from remat.storage import AbstractStorage, Held, Keep
 
@@ -201,18 +201,12 @@ class RegionTrace:
         return ", ".join(view.names), made, view.source, waits
 
     @property
-    def recomputed(self) -> tuple[tuple[str, policies.Value], ...]:
-        """The values that the backward computes again, with the operator of each."""
-        views = self.analysis.views
-        return tuple((self._made_by(number), views[number]) for number in self._again)
-
-    @property
     def choices(self) -> tuple[int, ...]:
         """The classes that may be saved, and that are recomputed if nothing is."""
         return tuple(item.number for item in self._model.items)
 
     @property
-    def _again(self) -> tuple[int, ...]:
+    def recomputed(self) -> tuple[int, ...]:
         """The classes that the backward computes again, in the order of the forward."""
         repeated = {self.analysis.numbers[index] for index in self.found.repeats}
         return tuple(number for number in self.analysis.views if number in repeated)
@@ -242,7 +236,7 @@ class RegionTrace:
         """
         permitted = {*self._decisions}
         saved = {self._root_number(index) for index in self.found.saved}
-        numbers = {*self._again} - permitted if saves else saved & permitted
+        numbers = {*self.recomputed} - permitted if saves else saved & permitted
         alike: dict[Hashable, list[int]] = {}
         for number in filter(numbers.__contains__, self.analysis.views):
             alike.setdefault(self.described(number).key, []).append(number)
@@ -253,9 +247,10 @@ class RegionTrace:
     def described(self, number: int) -> Described:
         """What one class is in words."""
         view = self.analysis.views[number]
-        return Described(view.names, self._made_by(number), view.source)
+        return Described(view.names, self.made_by(number), view.source)
 
-    def _made_by(self, number: int) -> str:
+    def made_by(self, number: int) -> str:
+        """The operator that makes a class."""
         values = self.analysis.joint.graph.values
         return operators.made_by(values[self.analysis.members[number]], values)
 
@@ -326,8 +321,3 @@ def work_of(graph: Graph, index: int) -> int:
 
 def _held_in(storage: AbstractStorage, meta: TensorMeta) -> Held:
     return storage.held(meta)
-
-
-def repeated_flops(graph: Graph) -> int:
-    """The FLOPs that a backward's program runs again, by torch's formulas."""
-    return sum(step_flops(graph, value) for value in graph.values if value.is_repeat)

@@ -20,7 +20,7 @@ from remat._programs.watching import Watcher, tensors_in
 from remat._regions.waiting import storages
 from remat._torch import guards, modes, tensors, trees
 from remat._user_lines import user_line
-from remat.reporting._held import Node
+from remat.reporting._measure.step import Node
 
 
 @final
