@@ -7,7 +7,7 @@ cannot do warns that it has no effect.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self, TypeAlias, final
 
@@ -28,6 +28,17 @@ from remat.policies import AbstractPolicy, nothing_saveable
 ContextFn: TypeAlias = Callable[
     [], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 ]
+
+# Why what torch can do by an option or by a switch has no effect, and what to do.
+_WITHOUT_EARLY_STOP = (
+    "A traced region always recomputes only what some gradient needs.",
+    'Leave it out, or use checkpoint(..., engine="rerun"), which runs the whole function.',
+)
+_WITH_DEBUG = (
+    "A recomputation runs the program that was traced, and cannot run other operators; "
+    "errors of a trace always name the operator and the line.",
+    "Leave it out; to look for a nondeterministic kernel, use remat(verify=True).",
+)
 
 
 @final
@@ -51,11 +62,8 @@ class CheckpointOptions:
                 f"checkpoint(use_reentrant=...): it can be True, False or None, and is a "
                 f"{type(self.use_reentrant).__name__}. Functions in a row take one input."
             )
-        if self.determinism_check not in ("default", "none"):
-            raise ValueError(
-                f"checkpoint(determinism_check={self.determinism_check!r}): it can be "
-                '"default" or "none".'
-            )
+        checks, check = ("default", "none"), self.determinism_check
+        require_choice("determinism_check", check, checks, "checkpoint")
         is_plain = self.context_fn is noop_context_fn and not self.debug
         is_plain = is_plain and self.respect_saved_tensors_hooks is None
         if self.use_reentrant and not is_plain:
@@ -64,12 +72,7 @@ class CheckpointOptions:
                 "only supported when use_reentrant=False, as in torch."
             )
         if not (self.early_stop or self.use_reentrant or self.engine == "rerun"):
-            warn_without_effect(
-                "checkpoint(early_stop=False)",
-                "A traced region always recomputes only what some gradient needs.",
-                'Leave early_stop out, or use engine="rerun", which runs the whole '
-                "function.",
-            )
+            warn_without_effect("checkpoint(early_stop=False)", *_WITHOUT_EARLY_STOP)
         if self.respect_saved_tensors_hooks is False:
             raise refusal(
                 NotImplementedError,
@@ -80,13 +83,7 @@ class CheckpointOptions:
                 do="Leave the option out, or make the call outside the hooks.",
             )
         if self.debug:
-            warn_without_effect(
-                "checkpoint(debug=True)",
-                "A recomputation runs the program that was traced, and cannot run other "
-                "operators; errors of a trace always name the operator and the line.",
-                "Leave it out; to look for a nondeterministic kernel, use "
-                "remat(verify=True).",
-            )
+            warn_without_effect("checkpoint(debug=True)", *_WITH_DEBUG)
 
     def region(self, function: Callable[..., Any]) -> DecoratedFunction[..., Any]:
         """A region with these options around a function."""
@@ -109,9 +106,8 @@ class CheckpointOptions:
                 f"checkpoint(use_reentrant=True) takes no keyword arguments for the "
                 f"function, as in torch, and got {', '.join(kwargs)}."
             )
-        region = self.region(function)
         try:
-            return region(*args, **kwargs)
+            return self.region(function)(*args, **kwargs)
         except ImplicitRandomnessError as error:
             if self.preserve_rng_state:
                 raise
@@ -122,6 +118,19 @@ class CheckpointOptions:
                 why="The recomputation would draw others, and gradients would be wrong.",
                 do="Leave preserve_rng_state out.",
             ) from error
+
+
+def require_options(where: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses what is no option of `checkpoint` that `where` takes."""
+    for name in given:
+        if name not in known:
+            raise refusal(
+                TypeError,
+                where=f"{where}({name}=...)",
+                what=f"is no option here. The options are {', '.join(known)}.",
+                why="What is passed here goes to `checkpoint`, not to what is called.",
+                do="Use one of these, or pass it where the module is called.",
+            )
 
 
 @functools.lru_cache(maxsize=256)
@@ -254,12 +263,8 @@ def checkpoint_sequential(
         >>> checkpoint_sequential(model, 3, torch.ones(2, 4), use_reentrant=False).shape
         torch.Size([2, 4])
     """
-    unknown = kwargs.keys() - {"preserve_rng_state", "engine"}
-    if unknown:
-        raise TypeError(
-            f"checkpoint_sequential has no option {sorted(unknown)[0]!r}; beside torch's "
-            '"preserve_rng_state" it knows "engine".'
-        )
+    known = ("preserve_rng_state", "engine")
+    require_options("checkpoint_sequential", kwargs, known)
     options = CheckpointOptions(use_reentrant=use_reentrant, **kwargs)
     is_module = isinstance(functions, nn.Sequential)
     parts = tuple(functions.children() if is_module else functions)
@@ -330,13 +335,7 @@ def set_checkpoint_early_stop(enable: bool) -> Generator[None]:
         ...     pass
     """
     if not enable:
-        warn_without_effect(
-            "set_checkpoint_early_stop(False)",
-            "A traced region recomputes what some gradient needs, and has no code for the "
-            "rest.",
-            'Leave it out, or call checkpoint(..., engine="rerun"), which runs the whole '
-            "function again.",
-        )
+        warn_without_effect("set_checkpoint_early_stop(False)", *_WITHOUT_EARLY_STOP)
     yield
 
 
@@ -356,13 +355,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Generator[None]:
         ...     pass
     """
     if enabled:
-        warn_without_effect(
-            "set_checkpoint_debug_enabled(True)",
-            "A recomputation is part of the program that was traced, and cannot go "
-            "another way.",
-            "Leave it out; to look for a nondeterministic kernel, use "
-            "remat(verify=True).",
-        )
+        warn_without_effect("set_checkpoint_debug_enabled(True)", *_WITH_DEBUG)
     yield
 
 

@@ -9,14 +9,19 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import nn
 
 from remat._errors import refusal
 from remat._torch import distributed
-from remat.interop.torch._checkpoint import CheckpointOptions, checkpoint, policy_of
+from remat.interop.torch._checkpoint import (
+    CheckpointOptions,
+    checkpoint,
+    policy_of,
+    require_options,
+)
 from remat.modules import apply
 from remat.modules._apply import region_of
 from remat.policies import everything_saveable, nothing_saveable
@@ -75,7 +80,8 @@ def checkpoint_wrapper(
             why="Then the module would not be a region of this package.",
             do="Leave it out, or write module.forward = checkpoint_fn(...) yourself.",
         )
-    _require_wrapper_options(checkpoint_fn_kwargs)
+    known = [field.name for field in dataclasses.fields(CheckpointOptions)]
+    require_options("checkpoint_wrapper", checkpoint_fn_kwargs, known)
     options = CheckpointOptions(**checkpoint_fn_kwargs)
     return apply(
         module,
@@ -84,19 +90,6 @@ def checkpoint_wrapper(
         rng="preserve" if options.preserve_rng_state else "keys",
         engine=options.engine,
     )
-
-
-def _require_wrapper_options(given: Iterable[str]) -> None:
-    known = [field.name for field in dataclasses.fields(CheckpointOptions)]
-    for name in given:
-        if name not in known:
-            raise refusal(
-                TypeError,
-                where=f"checkpoint_wrapper({name}=...)",
-                what=f"is no option of checkpoint. The options are {', '.join(known)}.",
-                why="torch would pass it to the module at each call.",
-                do="Use one of these, or pass it where the module is called.",
-            )
 
 
 def offload_wrapper(module: nn.Module) -> nn.Module:
