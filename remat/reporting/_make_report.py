@@ -278,7 +278,7 @@ class _Measurement:
         traced = call.traced
         if traced is None:
             return Waits()
-        saved, count = len(traced.found.saved), len(traced.region.operands)
+        saved, count = len(traced.cut.saved), len(traced.region.operands)
         measured: dict[int, list[Waits]] = {}
         for held in self.held.values():
             if held.node == call.place and held.position < saved + count:
@@ -296,7 +296,7 @@ class _Measurement:
         name, waits = ", ".join(allocation.names), "Keep()"
         op, source = allocation.op, allocation.source
         if call is not None and call.traced is not None:
-            saved = len(call.traced.found.saved)
+            saved = len(call.traced.cut.saved)
             if held.position < saved:
                 name, op, source, waits = call.traced.saved_value(held.position)
             elif held.position - saved < len(call.call.labels):

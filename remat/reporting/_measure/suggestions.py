@@ -82,34 +82,27 @@ def _suggest_saving(traces: Sequence[RegionTrace]) -> Suggestion | None:
     everything = sum(trace.forward_work for trace in traces)
     if most <= 0 or most < _LEAST_FRACTION * everything:
         return None
-
-    def price(change: _Change) -> float:
-        return change.size_bytes / -change.work
-
     # Half of what the best one spares: small values are cheap, and change little.
-    worthy = [each for each in found if -each.work >= most / 2]
-    least = min(map(price, worthy))
-    near = [each for each in worthy if price(each) <= max(1.1 * least, least)]
+    prices = {
+        k: e.size_bytes / -e.work for k, e in enumerate(found) if -e.work >= most / 2
+    }
+    least = min(prices.values())
+    near = [found[k] for k, price in prices.items() if price <= max(1.1 * least, least)]
     # Of those that cost about the same, one that has a name needs the smallest change.
     best = max(near, key=lambda each: (bool(each.value.names), -each.work))
-    total = sum(trace.outcome.work for trace in traces)
-    return _as_saving(best, -best.work / total)
-
-
-def _as_saving(change: _Change, fraction: float) -> Suggestion:
-    value, more = str(change.value), change.size_bytes
+    fraction = -best.work / sum(trace.outcome.work for trace in traces)
+    value, more = str(best.value), best.size_bytes
     cost = f"frees {show_size(-more)}" if more < 0 else f"costs {show_size(more)}"
-    how = (
-        ""
-        if change.value.names
-        else " Name it with checkpoint_name, and permit the name (in code that is not "
-        "yours, the operator: policies.by_op)."
-    )
     text = (
-        f"Saving {value} in {change.region} {cost} and cuts {fraction:.0%} of the "
-        f"recomputation.{how}"
+        f"Saving {value} in {best.region} {cost} and cuts {fraction:.0%} of the "
+        "recomputation."
     )
-    return Suggestion("save", value, change.value.source, more, -fraction, text)
+    if not best.value.names:
+        text += (
+            " Name it with checkpoint_name, and permit the name (in code that is not "
+            "yours, the operator: policies.by_op)."
+        )
+    return Suggestion("save", value, best.value.source, more, -fraction, text)
 
 
 def _suggest_dropping(traces: Sequence[RegionTrace]) -> Suggestion | None:
@@ -135,21 +128,20 @@ def _suggest_dropping(traces: Sequence[RegionTrace]) -> Suggestion | None:
 def frontier(traces: Sequence[RegionTrace]) -> tuple[SavingPoint, ...]:
     """From saving nothing to saving all that is useful, the best value per byte first.
 
-    The order is by what each value saves if nothing else is saved (a heuristic); each
-    point is evaluated on the programs.
+    The order is by the work that each spares for a byte if nothing else is saved (a
+    heuristic); each point is evaluated on the programs.
     """
     saved: list[set[int]] = [set() for _ in traces]
     now = [trace.at(set()) for trace in traces]
-    order = sorted(
-        (
-            (_worth_of_saving(trace, number), place, number)
-            for place, trace in enumerate(traces)
-            for number in trace.choices
-        ),
-        reverse=True,
-    )
+    order: list[tuple[float, int, int]] = []
+    for place, trace in enumerate(traces):
+        for number in trace.choices:
+            alone = trace.at({number})
+            spared = now[place].work - alone.work
+            worth = spared / max(alone.saved_bytes, len(trace.calls))
+            order.append((worth, place, number))
     points = [_point("", now)]
-    for worth, place, number in order:
+    for worth, place, number in sorted(order, reverse=True):
         if worth <= 0:
             break
         trace = traces[place]
@@ -167,12 +159,6 @@ def frontier(traces: Sequence[RegionTrace]) -> tuple[SavingPoint, ...]:
     if last.recompute_work < points[-1].recompute_work:
         points.append(last)
     return tuple(points)
-
-
-def _worth_of_saving(trace: RegionTrace, number: int) -> float:
-    """The work that a class spares for each byte, if nothing else is saved."""
-    nothing, found = trace.at(set()), trace.at({number})
-    return (nothing.work - found.work) / max(found.saved_bytes, len(trace.calls))
 
 
 def _point(added: str, now: Sequence[Effect]) -> SavingPoint:

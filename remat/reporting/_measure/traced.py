@@ -100,7 +100,7 @@ class RegionTrace:
         self._roots = roots
         stages = region.stages(roots)
         self.analysis = stages.analysis
-        self.found = stages.cut  # where forward and backward part
+        self.cut = stages.cut  # where forward and backward part
         self._decisions = stages.decisions
         self._model = model_of(self.analysis, lambda _: (Keep(),), work_of)
         self._held_in = functools.cache(_held_in)
@@ -147,7 +147,7 @@ class RegionTrace:
 
         None where the bytes depend on the numbers, as with `Sparse`.
         """
-        saved = self.found.saved
+        saved = self.cut.saved
         if position < len(saved):
             held = self._saved(saved[position])
         else:
@@ -178,7 +178,7 @@ class RegionTrace:
         "again aten.mm", and stands after those of the derivative.
         """
         joint = self.analysis.joint
-        graph = backward_graph(joint, self.found, self.found.saved, joint.gradients)
+        graph = backward_graph(joint, self.cut, self.cut.saved, joint.gradients)
         owners = roots(graph)
         found: dict[int, dict[str, None]] = {}
         for value in sorted(
@@ -193,7 +193,7 @@ class RegionTrace:
 
     def saved_value(self, position: int) -> tuple[str, str, str, str]:
         """Names, operator, line and storage of the saved value at this place."""
-        index, graph = self.found.saved[position], self.analysis.joint.graph
+        index, graph = self.cut.saved[position], self.analysis.joint.graph
         number = self._root_number(index)
         view = self.analysis.views[number]
         made = operators.made_by(graph.values[index], graph.values)
@@ -208,19 +208,19 @@ class RegionTrace:
     @property
     def recomputed(self) -> tuple[int, ...]:
         """The classes that the backward computes again, in the order of the forward."""
-        repeated = {self.analysis.numbers[index] for index in self.found.repeats}
+        repeated = {self.analysis.numbers[index] for index in self.cut.repeats}
         return tuple(number for number in self.analysis.views if number in repeated)
 
     def at(self, saveable: set[int]) -> Effect:
         """What would be saved and recomputed if these classes were permitted."""
         choice = [0 if number in saveable else None for number in self.choices]
-        found = self._model.problem.outcome(choice)
+        outcome = self._model.problem.outcome(choice)
         size_bytes, calls = 0, len(self.calls)
-        for number, option in zip(self.choices, found.choice, strict=True):
+        for number, option in zip(self.choices, outcome.choice, strict=True):
             if option is not None:
                 held = self._saved(self._saved_as[number])
                 size_bytes += held.size_bytes * (calls - self.shared[number])
-        return Effect(size_bytes, calls * found.cost)
+        return Effect(size_bytes, calls * outcome.cost)
 
     @functools.cached_property
     def _saved_as(self) -> dict[int, int]:
@@ -235,7 +235,7 @@ class RegionTrace:
         Values of one key change together; they come in the order of the forward.
         """
         permitted = {*self._decisions}
-        saved = {self._root_number(index) for index in self.found.saved}
+        saved = {self._root_number(index) for index in self.cut.saved}
         numbers = {*self.recomputed} - permitted if saves else saved & permitted
         alike: dict[Hashable, list[int]] = {}
         for number in filter(numbers.__contains__, self.analysis.views):

@@ -134,8 +134,12 @@ class StepWatcher(StepListener):
             _warm_up(op, args, kwargs)
         started = time.perf_counter()
         result = modes.run_in_mode(op, args, kwargs)
-        if self._waits:
-            _finish(result)
+        if (
+            self._waits
+        ):  # for an accelerator, whose operators return before they are done
+            devices = {each.device.type for each in trees.tensor_leaves(result)}
+            if devices - {"cpu", "meta"}:
+                torch.accelerator.synchronize()
         elapsed = time.perf_counter() - started
         self.time_s += elapsed
         self.counts[operators.short_name(op)] += 1
@@ -152,23 +156,14 @@ class StepWatcher(StepListener):
     def _count(self, storage: torch.UntypedStorage, op: Any, item: int) -> None:
         reference = weakref.ref(storage, self._forget)
         known = self._references.get(reference)
-        if known is None:
-            if _is_mutable(op):
-                return  # it was there before
-            known = self._allocation(storage, op, item)
-            self._references[reference] = known
-            self.by_key[known.key] = known
-            for each in self.stack:
-                each.made.add(known)
-            self._note(known, known.size_bytes)
-        elif storage.nbytes() != known.size_bytes:
+        if known is not None:
             change = storage.nbytes() - known.size_bytes
             known.size_bytes = storage.nbytes()
-            self._note(known, change)
-
-    def _allocation(
-        self, storage: torch.UntypedStorage, op: Any, item: int
-    ) -> Allocation:
+            if change:
+                self._note(known, change)
+            return
+        if _is_mutable(op):
+            return  # it was there before
         run = self.stack[-1] if self.stack else None
         made = Allocation(
             tensors.key_of(storage),
@@ -185,7 +180,10 @@ class StepWatcher(StepListener):
             made.source, made.names = value.source, value.names
         elif self.phase == "forward":
             made.source = user_line()
-        return made
+        self._references[reference] = self.by_key[made.key] = made
+        for each in self.stack:
+            each.made.add(made)
+        self._note(made, made.size_bytes)
 
     def _forget(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
         allocation = self._references.pop(reference)
@@ -201,13 +199,6 @@ class StepWatcher(StepListener):
             if allocation in run.made:
                 run.live_bytes += change
                 run.peak_bytes = max(run.peak_bytes, run.live_bytes)
-
-
-def _finish(result: Any) -> None:
-    """Waits for an accelerator, whose operators return before they are done."""
-    devices = {each.device.type for each in trees.tensor_leaves(result)}
-    if devices - {"cpu", "meta"}:
-        torch.accelerator.synchronize()
 
 
 _returns_view = functools.cache(operators.returns_view)
