@@ -81,7 +81,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    with _printing_apart(), patience("running one step"):
+    with patience("running one step"):
         function, kwargs = _call(options)
         result = report(function, **kwargs)
     if options.html is not None:
@@ -90,7 +90,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _checklist(options: argparse.Namespace) -> int:
-    with _printing_apart(), patience("running some steps"):
+    with patience("running some steps"):
         function, kwargs = _call(options)
         result = checklist(function, tokens_of=options.tokens_of, **kwargs)
     _give(result, options)
@@ -98,14 +98,14 @@ def _checklist(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    with _printing_apart(), patience("planning"):
+    with patience("planning"):
         function, kwargs = _call(options)
         result = plan(function, budget=options.budget, solver=options.solver)(**kwargs)
     return _give(result, options)
 
 
 def _compare(options: argparse.Namespace) -> int:
-    with _printing_apart():
+    with contextlib.redirect_stdout(sys.stderr):
         is_own = options.function is None
         function, kwargs = one_layer(options.device) if is_own else _call(options)
         peers = {name.rpartition(":")[2]: load_target(name) for name in options.peer}
@@ -116,9 +116,7 @@ def _compare(options: argparse.Namespace) -> int:
 def _call(options: argparse.Namespace) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that a command line names, as it is to run, and its keyword arguments."""
     function = load_target(options.function, options.device)
-    chosen = {
-        name: getattr(options, name, None) for name in ("policy", "rng", "engine")
-    }
+    chosen = {k: getattr(options, k, None) for k in ("policy", "rng", "engine")}
     given = {name: each for name, each in chosen.items() if each is not None}
     function = remat(function, **given) if given else function
     return function, keywords(options.arguments, options.device)
@@ -157,23 +155,19 @@ def _show_richly(result: Any) -> bool:
     return True
 
 
-def _printing_apart() -> contextlib.AbstractContextManager[Any]:
-    """What the user's code prints goes to standard error, beside the result."""
-    return contextlib.redirect_stdout(sys.stderr)
-
-
 @contextlib.contextmanager
 def patience(what: str, after_s: float = 2.0) -> Generator[None]:
-    """Says on standard error what a command takes so long for, if it does."""
+    """Says on standard error what a command takes so long for, if it does.
 
-    def say() -> None:
-        print(f"remat: {what} ...", file=sys.stderr, flush=True)
-
-    timer = threading.Timer(after_s, say)
+    What the user's code prints meanwhile goes there too, beside the result.
+    """
+    words = {"file": sys.stderr, "flush": True}
+    timer = threading.Timer(after_s, print, (f"remat: {what} ...",), words)
     timer.daemon = True
     timer.start()
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
         timer.cancel()
 
@@ -282,11 +276,9 @@ def _command_parser() -> argparse.ArgumentParser:
         description="Recomputes activations where memory is short.",
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    own = {
-        name: commands.add_parser(name, help=text, description=text)
-        for name, (_, text) in _COMMANDS.items()
-    }
-    for name, (run, _) in _COMMANDS.items():
+    own: dict[str, argparse.ArgumentParser] = {}
+    for name, (run, text) in _COMMANDS.items():
+        own[name] = commands.add_parser(name, help=text, description=text)
         own[name].set_defaults(run=run)
         text = "print JSON instead of the text"
         own[name].add_argument("--json", action="store_true", help=text)

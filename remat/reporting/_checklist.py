@@ -141,12 +141,10 @@ def checklist(
 def _named(
     f: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """The tensor that a call gives to an argument."""
     call = inspect.signature(getattr(f, "forward", f)).bind(*args, **kwargs)
     given = {**call.arguments, **kwargs}
-    tensor = given.get(name)
-    if isinstance(tensor, Tensor):
-        return tensor
+    if isinstance(given.get(name), Tensor):
+        return given[name]
     raise refusal(
         RematError,
         where=f"checklist(tokens_of={name!r})",
@@ -175,7 +173,7 @@ def _by_layer(found: Report, plain: Report) -> _Answer:
 
 
 def _without_numbers(found: Facts) -> _Answer | None:
-    """The answer for a step that has no numbers of regions to compare; None where it has some."""
+    """The answer where there are no numbers of regions to compare; None where there are."""
     if not found.regions:
         return NOT_APPLICABLE, "no region ran"
     if found.device == "meta":
@@ -256,9 +254,9 @@ def _determinism(step: MeasuredStep, found: Report) -> _Answer:
 def _attention_once(step: MeasuredStep) -> _Answer:
     with step.kept(), StepWatcher() as watch:
         outputs = step.forward()
-        forward = watch.counts.copy()
+        ran = _fused_attentions(watch.counts)
         step.backward(outputs, leaves_of(outputs))
-    ran, whole = _fused_attentions(forward), _fused_attentions(watch.counts)
+    whole = _fused_attentions(watch.counts)
     if ran == 0:
         return NOT_APPLICABLE, "no fused attention ran"
     figure = f"{ran} in the forward, {whole - ran} again in the backward"
@@ -288,9 +286,9 @@ def _throughput(
         is_embedded = tokens.is_floating_point()
         count = tokens[..., 0].numel() if is_embedded else tokens.numel()
         unit = "tokens"
-    with_remat = _second_time_s(step)
+    with_remat = [step.seconds() for _ in range(2)][-1]
     with disabled():
-        without = _second_time_s(step)
+        without = [step.seconds() for _ in range(2)][-1]
     memory = memory_bytes(data.device)
     largest, largest_plain = (_largest(each, data, memory) for each in (found, plain))
     figure = (
@@ -313,11 +311,6 @@ def _largest(facts: Facts, data: Tensor, memory: int) -> int:
     fixed = facts.parameter_bytes + facts.gradient_bytes - own
     moving = facts.peak.size_bytes - facts.gradient_bytes + facts.argument_bytes + own
     return max(memory - fixed, 0) * data.shape[0] // max(moving, 1)
-
-
-def _second_time_s(step: MeasuredStep) -> float:
-    step.seconds()
-    return step.seconds()
 
 
 # How far apart sums in another order may be, relative to the largest element: a

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _PEER = "torch_remat"
+_WITHOUT_PEERS = (
+    "torch.utils.checkpoint rests on hooks, which this package never sets: name a wrapper "
+    "that calls it, --peer peers.py:checkpointed."
+)
 _POLICIES = (
     policies.nothing_saveable,
     policies.save_attention_outputs,
@@ -116,16 +120,11 @@ class Comparison:
                 why="Nothing is computed on meta tensors.",
                 do="Pass tensors on a real device.",
             )
-        own, peers = (
-            {
-                r.name: (r.held_bytes, r.step_s or 0.0)
-                for r in self.rows
-                if r.is_peer is k
-            }
-            for k in (False, True)
-        )
+        points: dict[bool, dict[str, tuple[int, float]]] = {False: {}, True: {}}
+        for row in self.rows:
+            points[row.is_peer][row.name] = (row.held_bytes, row.step_s or 0.0)
         spreads = {row.name: row.spread_s or 0.0 for row in self.rows}
-        return comparison_figure(own, peers, spreads=spreads, title=self.function)
+        return comparison_figure(*points.values(), spreads=spreads, title=self.function)
 
 
 def compare(
@@ -164,9 +163,13 @@ def compare(
     """
     plain = getattr(f, "__wrapped__", f)
     own = _ways(f, plain)
-    wrappers = dict(peers or {})
-    if importlib.util.find_spec(_PEER) is not None:
+    wrappers, left_out = dict(peers or {}), list[str]()
+    if importlib.util.find_spec(_PEER) is None:
+        left_out.append(f"{_PEER} is not installed; it comes with the extra `bench`.")
+    else:
         wrappers = {_PEER: importlib.import_module(_PEER).checkpoint(), **wrappers}
+    if not peers:
+        left_out.append(_WITHOUT_PEERS)
     others = {name: wrap(plain) for name, wrap in wrappers.items()}
     steps = {k: MeasuredStep(each, (), kwargs) for k, each in (own | others).items()}
     watched: dict[str, tuple[int, int, int]] = {}
@@ -198,7 +201,7 @@ def compare(
         )
         for name, (held, peak, flops) in watched.items()
     ]
-    return Comparison(name_of(f), tuple(rows), _left_out(bool(peers)))
+    return Comparison(name_of(f), tuple(rows), tuple(left_out))
 
 
 def _ways(f: Any, plain: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
@@ -214,18 +217,6 @@ def _ways(f: Any, plain: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     if is_region(f):
         ways.setdefault(repr(f.settings.policy), f)
     return ways
-
-
-def _left_out(has_peers: bool) -> tuple[str, ...]:
-    found: list[str] = []
-    if importlib.util.find_spec(_PEER) is None:
-        found.append(f"{_PEER} is not installed; it comes with the extra `bench`.")
-    if not has_peers:
-        found.append(
-            "torch.utils.checkpoint rests on hooks, which this package never sets: name a "
-            "wrapper that calls it, --peer peers.py:checkpointed."
-        )
-    return tuple(found)
 
 
 def _watch_compared(step: MeasuredStep) -> tuple[int, int, int]:

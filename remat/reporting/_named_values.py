@@ -164,7 +164,15 @@ def named_values(
         (tensor([0., 0.]), tensor([0., 0.]), True)
     """
     step = MeasuredStep(f, args, kwargs)
-    _require_named_numbers(step)
+    if any(device.type == "meta" for device in step.devices):
+        raise refusal(
+            RematError,
+            where=step.name,
+            what="a tensor is on the meta device.",
+            why="Named values are compared as numbers, which a meta tensor does not have.",
+            do="Pass tensors on a real device, small ones if memory is short; "
+            "`report` takes meta tensors.",
+        )
     with step.kept(), naming.marking(), _NameWatcher() as watcher:
         outputs = step.forward()
         nodes, leaves = graph_of(outputs)
@@ -188,19 +196,6 @@ def named_values(
             )
             counts[name] += 1
     return tuple(found)
-
-
-def _require_named_numbers(step: MeasuredStep) -> None:
-    if any(device.type == "meta" for device in step.devices):
-        raise refusal(
-            RematError,
-            where=step.name,
-            what="a tensor is on the meta device.",
-            why="Named values are compared as numbers, which a meta tensor does "
-            "not have.",
-            do="Pass tensors on a real device, small ones if memory is short; "
-            "`report` takes meta tensors.",
-        )
 
 
 def _recomputed_by_key(

@@ -163,18 +163,31 @@ def first_loss_difference(rows: Sequence[DemoRow]) -> str | None:
 
 def demo_table(rows: Sequence[DemoRow]) -> str:
     """Returns the rows as aligned text; the ratios are to the first row, no remat."""
-    losses, difference = rows[0].losses, first_loss_difference(rows)
-    verdict = (
-        f"All {len(losses)} losses are equal in every row to the last bit; "
-        f"the final one is {losses[-1].hex()}."
-    )
+    plain, difference = rows[0], first_loss_difference(rows)
+    cells = [
+        (
+            row.name,
+            f"{row.losses[-1]:.9g}",  # nine digits tell any two float32 apart
+            show_size(row.held_bytes),
+            show_ratio(row.held_bytes, plain.held_bytes),
+            show_size(row.peak_bytes),
+            show_ratio(row.peak_bytes, plain.peak_bytes),
+            f"{row.step_time_s * 1000:.1f} ms",
+            show_ratio(row.step_time_s, plain.step_time_s),
+            f"+- {row.spread_s * 1000:.1f} ms",
+        )
+        for row in rows
+    ]
     lines = [
-        *table(_HEADINGS, [_cells_of_demo(row, rows[0]) for row in rows]),
+        *table(_HEADINGS, cells),
         "",
         "held: bytes that live between forward and backward; peak: the most in one step;",
         "both measured, beyond parameters and batch. Ratios are to no remat; +- is half of",
         "what the quartiles of the times are apart.",
-        verdict if difference is None else f"NOT EQUAL: {difference}.",
+        f"All {len(plain.losses)} losses are equal in every row to the last bit; the final "
+        f"one is {plain.losses[-1].hex()}."
+        if difference is None
+        else f"NOT EQUAL: {difference}.",
     ]
     return "\n".join(lines)
 
@@ -195,17 +208,3 @@ def demo_json(rows: Sequence[DemoRow]) -> str:
     ]
     is_equal = first_loss_difference(rows) is None
     return json.dumps({"losses_equal": is_equal, "rows": shown}, indent=2)
-
-
-def _cells_of_demo(row: DemoRow, plain: DemoRow) -> tuple[str, ...]:
-    return (
-        row.name,
-        f"{row.losses[-1]:.9g}",  # nine digits tell any two float32 apart
-        show_size(row.held_bytes),
-        show_ratio(row.held_bytes, plain.held_bytes),
-        show_size(row.peak_bytes),
-        show_ratio(row.peak_bytes, plain.peak_bytes),
-        f"{row.step_time_s * 1000:.1f} ms",
-        show_ratio(row.step_time_s, plain.step_time_s),
-        f"+- {row.spread_s * 1000:.1f} ms",
-    )

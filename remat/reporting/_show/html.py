@@ -5,6 +5,7 @@ with the keyboard. Without scripts they are plain tables. The bytes over the ste
 SVG, of which `page.html` has the colors and patterns.
 """
 
+import contextlib
 import math
 import platform
 import shlex
@@ -69,21 +70,16 @@ def html_report(facts: Facts) -> str:
 
 def _how_it_was_made(facts: Facts) -> str:
     """When, by which versions, on which device and by which command."""
+    own = "remat"
+    with contextlib.suppress(PackageNotFoundError):
+        own = f"remat {version(own)}"
     parts = (
         f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
-        f"{_own_version()}, torch {torch.__version__}, Python {platform.python_version()}",
+        f"{own}, torch {torch.__version__}, Python {platform.python_version()}",
         f"on {facts.device} ({platform.machine()})",
         shlex.join(["python", *sys.orig_argv[1:]]),
     )
     return "; ".join(parts)
-
-
-def _own_version() -> str:
-    """The name of the package, with its version where it is installed."""
-    try:
-        return f"remat {version('remat')}"
-    except PackageNotFoundError:
-        return "remat"
 
 
 _Cell = tuple[str, str]  # the words, and what they are sorted by
@@ -102,8 +98,7 @@ def _region_cells(region: RegionReport) -> Sequence[_Cell]:
         None if region.recompute_s is None else round(region.recompute_s * 1e9),
     )
     sorted_by = ["" if key is None else str(key) for key in keys]
-    words = zip([name, layers, *figures], [name, layers, *sorted_by], strict=True)
-    return list(words)
+    return [(name, name), (layers, layers), *zip(figures, sorted_by, strict=True)]
 
 
 def _point_cells(point: SavingPoint) -> Sequence[_Cell]:
@@ -128,17 +123,15 @@ def _value_cells(value: HeldValue | RecomputedValue) -> Sequence[_Cell]:
 def _html_table(
     name: str, heads: Sequence[str], rows: Iterable[Sequence[_Cell]]
 ) -> str:
-    head = "".join(
-        f'<th scope="col"><button type="button">{escape(head)}</button></th>'
-        for head in heads
-    )
-    lines = [f'<div class="wide"><table id="{name}"><thead><tr>', head]
+    lines = [f'<div class="wide"><table id="{name}"><thead><tr>']
+    for head in map(escape, heads):
+        lines.append(f'<th scope="col"><button type="button">{head}</button></th>')
     lines.append("</tr></thead><tbody>")
     for row in rows:
-        cells = "".join(
-            f'<td data-key="{escape(key)}">{escape(words)}</td>' for words, key in row
+        cells = (
+            f'<td data-key="{escape(key)}">{escape(each)}</td>' for each, key in row
         )
-        lines.append(f"<tr>{cells}</tr>")
+        lines.append(f"<tr>{''.join(cells)}</tr>")
     return "\n".join([*lines, "</tbody></table></div>"])
 
 

@@ -58,18 +58,14 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     """A line for each row, the first of which has the heads; numbers stand to the right."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    numeric = [
-        all(not cell or cell[0] in "-+0123456789" for cell in column[1:])
-        for column in zip(*cells, strict=True)
-    ]
-    return [
-        "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
+    columns: list[list[str]] = []
+    for column in zip(*cells, strict=True):
+        width = max(map(len, column))
+        is_numeric = all(not c or c[0] in "-+0123456789" for c in column[1:])
+        columns.append(
+            [c.rjust(width) if is_numeric else c.ljust(width) for c in column]
+        )
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def heading(facts: Facts) -> Iterator[str]:
