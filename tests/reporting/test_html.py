@@ -61,6 +61,9 @@ seen.beyond = [400, 1280].map((width) => {
     return box.left < 0 || box.right > width;
   }).map((each) => each.outerHTML.slice(0, 80));
 });
+seen.scrolled = [...document.querySelectorAll(".wide")]  // on the wider one
+  .filter((each) => each.scrollWidth > each.clientWidth).map((each) => each.firstElementChild.id);
+seen.tiles = getComputedStyle(document.querySelector(".patterns rect")).stroke;
 seen.paper = getComputedStyle(document.body).backgroundColor;
 seen.sortable = getComputedStyle(heads[2], "::after").content;
 seen.requests = performance.getEntriesByType("resource").length;
@@ -68,6 +71,10 @@ document.body.dataset.seen = JSON.stringify(seen);
 }
 </script>
 """
+
+# For pictures: no window is narrower than 500 pixels, but a frame in one may be.
+FRAME = """<!doctype html><meta name="color-scheme" content="light dark">
+<body style="margin: 0"><iframe style="{style}" src="{page}"></iframe>"""
 
 
 @pytest.fixture(scope="module")
@@ -232,24 +239,23 @@ def seen_in(page: Path, folder: Path, *flags: str) -> dict[str, Any]:
     """What a reader sees who uses the page in a browser."""
     visited = folder / "visited.html"
     visited.write_text(page.read_text().replace("</body>", f"{VISIT}</body>"))
+    dom = browse(visited, folder, "--dump-dom", *flags)
+    (said,) = re.findall(r'data-seen="([^"]*)"', dom)
+    return json.loads(said.replace("&quot;", '"'))
+
+
+def browse(page: Path, folder: Path, *flags: str) -> str:
+    """What a headless browser prints that opens a page."""
     assert BROWSER is not None
-    common = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--dump-dom",
-    ]
+    common = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     user = f"--user-data-dir={folder / 'user'}"
-    dom = subprocess.run(
-        [BROWSER, *common, *flags, user, visited.as_uri()],
+    return subprocess.run(
+        [BROWSER, *common, *flags, user, page.as_uri()],
         capture_output=True,
         text=True,
         check=True,
         timeout=120,
     ).stdout
-    (said,) = re.findall(r'data-seen="([^"]*)"', dom)
-    return json.loads(said.replace("&quot;", '"'))
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
@@ -259,12 +265,24 @@ def seen_in(page: Path, folder: Path, *flags: str) -> dict[str, Any]:
 def test_the_page_fits_light_and_dark(
     scheme: int, paper: str, page: Path, tmp_path: Path
 ) -> None:
-    """On 400 and 1280 pixels nothing reaches beyond, and the paper is as the reader likes it."""
+    """On 400 and 1280 pixels nothing reaches beyond, and the paper is as the reader likes it.
+
+    What it looks like is in the pictures, which stay with pytest's other temporary files.
+    """
     preferred = f"--blink-settings=preferredColorScheme={scheme}"
     seen = seen_in(page, tmp_path, preferred, "--window-size=1280,900")
 
     assert seen["beyond"] == [[], []]
+    assert seen["scrolled"] == []
     assert seen["paper"] == paper
+    assert seen["tiles"] == "none"
+    for width in (400, 1280):
+        frame, picture = tmp_path / f"{width}.html", tmp_path / f"{width}.png"
+        style = f"border: 0; width: {width}px; height: 1900px"
+        frame.write_text(FRAME.format(style=style, page=page.as_uri()))
+        size = f"--window-size={width},1900"
+        browse(frame, tmp_path, preferred, size, f"--screenshot={picture}")
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
