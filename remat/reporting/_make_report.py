@@ -10,6 +10,7 @@ from torch import Tensor
 
 from remat._graph.flops import step_flops
 from remat._graph.values import Graph
+from remat._partition.analysis import bytes_of
 from remat._partition.peak import peak_of_run
 from remat._regions.waiting import Waiting, parts_of, storages
 from remat._torch.tensors import key_of
@@ -85,6 +86,7 @@ class _Held:
 
     node: int  # the place of the node
     position: int  # the place of the tensor among what the node saved
+    is_plain: bool  # whether the tensor waits as it is
     allocation: Allocation
     waits: Waits  # the bytes of the storage between forward and backward
     shape: tuple[int, ...]
@@ -121,11 +123,8 @@ class _Measurement:
         self.held: dict[int, _Held] = {}
         self.readers: dict[int, list[tuple[int, int]]] = {}
         self._pooled: dict[int, Allocation] = {}
-        self._as_it_is: set[tuple[int, int]] = set()
         for place, node in enumerate(nodes):
             for position, tensor in enumerate(node.saved):
-                if not isinstance(tensor, Waiting):
-                    self._as_it_is.add((place, position))
                 for part in parts_of(tensor):
                     self._hold(place, position, tensor, part)
         self._returned = self._allocations(outputs)
@@ -153,21 +152,17 @@ class _Measurement:
             if first is None or (place in regions and first.node not in regions):
                 size = allocation.size_bytes
                 is_in_file = allocation.maker is torch.ops.aten.from_file.default
-                is_elsewhere = is_away or is_in_file
-                waits = Waits(0, size) if is_elsewhere else Waits(size)
-                shape = tuple(tensor.shape)
+                waits = Waits(0, size) if is_away or is_in_file else Waits(size)
+                is_plain = not isinstance(tensor, Waiting)
+                meta = tuple(tensor.shape), tensor.dtype
                 self.held[allocation.key] = _Held(
-                    place, position, allocation, waits, shape, tensor.dtype
+                    place, position, is_plain, allocation, waits, *meta
                 )
 
     def _allocations(self, tensors: Sequence[Tensor | None]) -> frozenset[Allocation]:
-        found = [
-            self.watch.by_key.get(key_of(each))
-            for tensor in tensors
-            if tensor is not None
-            for each in storages(tensor)
-        ]
-        return frozenset(each for each in found if each is not None)
+        keys = storage_sizes(each for each in tensors if each is not None)
+        by_key = self.watch.by_key
+        return frozenset(by_key[key] for key in keys if key in by_key)
 
     def report(self) -> Report:
         """The figures in a row."""
@@ -279,15 +274,18 @@ class _Measurement:
         if traced is None:
             return Waits()
         saved, count = len(traced.cut.saved), len(traced.region.operands)
-        measured: dict[int, list[Waits]] = {}
+        measured: dict[int, list[_Held]] = {}
         for held in self.held.values():
             if held.node == call.place and held.position < saved + count:
-                measured.setdefault(held.position, []).append(held.waits)
-        found = [Waits(traced.state_bytes)]
+                measured.setdefault(held.position, []).append(held)
+        joint = traced.analysis.joint
+        states = [state.index for state in joint.states]  # that draws started from
+        found = [Waits(bytes_of(joint.graph, states))]
         for position in {*range(saved), *measured}:
-            is_view = position >= saved and (call.place, position) in self._as_it_is
+            own = measured.get(position, [])
+            is_view = position >= saved and own[0].is_plain
             waits = None if is_view else traced.waits(position)
-            found += measured.get(position, []) if waits is None else [waits]
+            found += [each.waits for each in own] if waits is None else [waits]
         return Waits.sum(found)
 
     def _value(self, held: _Held) -> HeldValue:

@@ -13,7 +13,6 @@ from remat._graph import operators
 from remat._graph.flops import step_flops
 from remat._graph.meta import TensorMeta, metas_in
 from remat._graph.values import Graph, roots
-from remat._partition.analysis import bytes_of
 from remat._partition.budgets import model_of
 from remat._partition.costs import is_free
 from remat._partition.cut import backward_graph, permitted_members
@@ -135,12 +134,6 @@ class RegionTrace:
                 made, item = maker.args[0].index, maker.args[1]
             found[made, item] = self.analysis.numbers[value]
         return found
-
-    @property
-    def state_bytes(self) -> int:
-        """The bytes of the generator states that draws started from."""
-        joint = self.analysis.joint
-        return bytes_of(joint.graph, [state.index for state in joint.states])
 
     def waits(self, position: int) -> Waits | None:
         """What is held of the saved value, or operand after these, at this place.
