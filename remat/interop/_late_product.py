@@ -66,8 +66,8 @@ class LateProduct(Tensor):
             late = rule and rule(own, *rest, **(kwargs or {}))
             if late is not None:
                 return late
-        given: tuple[Any, dict[str, Any]] = _computed((args, dict(kwargs or {})))
-        return func(*given[0], **given[1])
+        args, kwargs = trees.map_tensors(_computed, (args, dict(kwargs or {})))
+        return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
@@ -135,19 +135,13 @@ _HOLDING = frozenset(
 )  # fmt: skip
 
 
-def _computed(tree: Any) -> Any:
-    leaves, spec = trees.flatten(tree)
-    found = [
-        _product(each) if isinstance(each, LateProduct) else each for each in leaves
-    ]
-    return trees.unflatten(found, spec)
-
-
-def _product(late: LateProduct) -> Tensor:
+def _computed(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, LateProduct):
+        return tensor
     with modes.without_torch_function():
-        late.require_fresh()
-        dtype = late.dtype
-    return F.linear(late.rows, late.head).to(dtype)
+        tensor.require_fresh()
+        dtype = tensor.dtype
+    return F.linear(tensor.rows, tensor.head).to(dtype)
 
 
 def _viewed(late: LateProduct, *sizes: Any) -> LateProduct | None:
@@ -168,22 +162,20 @@ def _sliced(late: LateProduct, index: Any) -> LateProduct | None:
     return late.changed(late.rows[tuple(parts)])
 
 
+_LOSS_OPTIONS = {"ignore_index", "label_smoothing", "reduction"}
+
+
 def _cross_entropy(
     late: LateProduct, target: Tensor, weight: Tensor | None = None, **options: Any
 ) -> Tensor | None:
     is_plain = late.dim() == 2 and not target.is_floating_point() and weight is None
     options = {key: each for key, each in options.items() if each is not None}
-    if not is_plain or options.keys() - {
-        "ignore_index",
-        "label_smoothing",
-        "reduction",
-    }:
+    if not is_plain or options.keys() - _LOSS_OPTIONS:
         return None
     late.require_fresh()
     with modes.without_torch_function():
-        loss = tiled_cross_entropy(
-            late.rows, late.head, target, tiles=late.tiles, **options
-        )
+        logits = late.rows, late.head
+        loss = tiled_cross_entropy(*logits, target, tiles=late.tiles, **options)
         return loss.to(late.dtype)
 
 
