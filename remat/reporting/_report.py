@@ -12,6 +12,7 @@ import torch
 from remat._torch import trees
 from remat.reporting._measure.step import storage_sizes
 from remat.reporting._records import Facts, to_json
+from remat.reporting._show.figures import timeline_figure
 from remat.reporting._show.html import html_report
 from remat.reporting._show.text import Diff, diff, rich_report, text_report
 
@@ -122,7 +123,5 @@ class Report(Facts):
         Raises:
             RematError: matplotlib is not installed.
         """
-        from remat.reporting._show.figures import timeline_figure
-
         line = None if plain is None else plain.timeline
         return timeline_figure(self.timeline, line, title=self.function)

@@ -55,11 +55,8 @@ def _read_across(analysis: Analysis) -> Cut:
         for use in values[index].uses
         if not values[use].is_backward
     }
-    saved = tuple(
-        index
-        for index in sorted(read)
-        if index >= joint.graph.num_inputs and analysis.is_saveable(index)
-    )
+    made = sorted(index for index in read if index >= joint.graph.num_inputs)
+    saved = tuple(filter(analysis.is_saveable, made))
     operands = frozenset(index for index in read if index < joint.num_operands)
     return dataclasses.replace(whole, saved=saved, operands=operands)
 

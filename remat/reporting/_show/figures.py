@@ -7,6 +7,7 @@ is needed. Figures are returned unsaved: `figure.savefig("step.svg")`, or `.png`
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,14 +53,10 @@ def timeline_figure(
     for place, layer in enumerate(layers):
         layer.set_hatch(_HATCHES[place % len(_HATCHES)])
     if plain is not None:
-        axes.step(
-            [time_s / second for time_s in plain.times_s],
-            [size / unit for size in plain.total_bytes],
-            where="post",
-            color="black",
-            linestyle="--",
-            label="without remat",
-        )
+        steps = [time_s / second for time_s in plain.times_s]
+        sizes = [size / unit for size in plain.total_bytes]
+        look = {"where": "post", "color": "black", "linestyle": "--"}
+        axes.step(steps, sizes, label="without remat", **look)
     if timeline.turn_s is not None:
         axes.axvline(timeline.turn_s / second, color="0.3", linestyle=":")
     axes.set_ylim(bottom=0)
@@ -85,9 +82,7 @@ def frontier_figure(
         RematError: matplotlib is not installed.
     """
     curve = [(point.saved_bytes, point.recompute_work / 1e9) for point in points]
-    singles = {
-        label: (size, work / 1e9) for label, (size, work) in (others or {}).items()
-    }
+    singles = {label: (size, n / 1e9) for label, (size, n) in (others or {}).items()}
     words = "saved bytes of the regions", "recomputed in one step (GFLOP)"
     line = {"marker": "o", "markersize": 3, "label": "the best value first"}
     figure, axes = _trade_off(title, words, curve, line, [(singles, "white")])
@@ -161,16 +156,11 @@ def batch_figure(
     name, unit = unit_of(max([*sizes, limit_bytes or 0], default=0))
     y_words = f"peak bytes of one step ({name})"
     figure, axes = _axes(title, "batch size (examples)", y_words)
-    for place, (label, curve) in enumerate(curves.items()):
+    looks = map("".join, zip(itertools.cycle("osDv^"), itertools.cycle(_STYLES)))
+    for (label, curve), look in zip(curves.items(), looks, strict=False):
         batches = sorted(curve)
-        axes.plot(
-            batches,
-            [curve[batch] / unit for batch in batches],
-            color="black",
-            marker="osDv^"[place % 5],
-            linestyle=_STYLES[place % len(_STYLES)],
-            label=label,
-        )
+        peaks = [curve[batch] / unit for batch in batches]
+        axes.plot(batches, peaks, look, color="black", label=label)
     if limit_bytes is not None:
         axes.axhline(limit_bytes / unit, color="0.4", linewidth=2, label="limit")
     axes.set_ylim(bottom=0)
