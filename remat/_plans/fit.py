@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from remat._calls.decorated import DecoratedFunction
 from remat._errors import refusal
 from remat._partition.budgets import peak_limit
-from remat._plans.plan import Plan, plan
+from remat._plans.plan import Plan, Planner
 from remat._plans.recording import (
     Optimizer,
     Recorder,
@@ -23,16 +23,18 @@ from remat._plans.recording import (
     require_no_transform,
     without_data,
 )
-from remat._plans.shares import ANY_BYTES, within
-from remat._plans.timeline import Timeline, over_the_limit, timeline
+from remat._plans.shares import Shares
+from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._switches.blocks import standing_in
 from remat._torch import trees
-from remat.planners import Share, share
 from remat.policies import AbstractPolicy, Budget, budget
 from remat.policies._budget import Peak, as_budget
 from remat.policies._sizes import show_size
 
 _Region = DecoratedFunction[..., Any]
+_Call = tuple[_Region, tuple[Any, ...], dict[str, Any]]
+"""A region and the arguments of one call of it, without data."""
+
 _WHERE = "fit(peak=...)"
 
 
@@ -149,19 +151,28 @@ def fit(
 
     def fitted(*args: Any, **kwargs: Any) -> Fit:
         recording, calls = _recorded(step, args, kwargs, optimizer)
-        regions = _Regions(calls, bound)
-        limit = _limit(bound, recording, (args, kwargs))
-
-        def moments(plans: Sequence[Plan]) -> Timeline:
-            return timeline(recording, regions.names, plans)
-
-        search = within(
-            regions, None, limit, lambda plans: moments(plans).peak.size_bytes
+        regions = [each for each, _, _ in calls]
+        names = [f"{_name(each)} #{place}" for place, each in enumerate(regions)]
+        shares = Shares(
+            [Planner(*each, bound) for each in calls], list(map(id, regions))
         )
-        found = moments(search.found.plans)
+        limit = _limit(bound, recording, (args, kwargs))
+        search = shares.within(limit, loads_of(recording))
+        found = timeline(recording, names, search.found)
         if not search.fits:
             raise over_the_limit(_WHERE, limit, found)
-        return Fit(regions.rows(search.found.plans), found, search.neighbors)
+        rows = [
+            FitRow(
+                _name(regions[places[0]]),
+                dataclasses.replace(
+                    bound, size=search.found[places[0]].budget_bytes, peak=None
+                ),
+                tuple(search.found[place] for place in places),
+                regions[places[0]],
+            )
+            for places in shares.units
+        ]
+        return Fit(tuple(rows), found, search.neighbors)
 
     return fitted
 
@@ -175,26 +186,12 @@ def _limit(bound: Budget, recording: Recording, given: Any) -> int:
     return limit if free is None else limit + recording.parameters + recording.others
 
 
-@final
-@dataclasses.dataclass(frozen=True)
-class _Called:
-    """A region and the arguments of one call of it, without data."""
-
-    region: _Region
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def plan(self, bound: Budget) -> Plan:
-        """What the call saves within a budget."""
-        return plan(self.region, budget=bound)(*self.args, **self.kwargs)
-
-
 def _recorded(
     step: Callable[..., Tensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     optimizer: Optimizer,
-) -> tuple[Recording, list[_Called]]:
+) -> tuple[Recording, list[_Call]]:
     """What a step does, and the regions that it calls, in order."""
     own = trees.tensor_leaves(args[:1])
     with without_data((args, kwargs), "fit(step)") as (args, kwargs):
@@ -202,139 +199,38 @@ def _recorded(
         leaves = [each for each in parameters if each.requires_grad]
         if not leaves:
             leaves = [p.requires_grad_() for p in parameters if p.is_floating_point()]
-        calls: list[_Called] = []
-        # Their arguments are looked at apart: what is kept here would be counted.
-        with standing_in(functools.partial(_looked_at, calls, Recorder(leaves))):
-            step(*args, **kwargs)
-        if not calls:
-            raise _without_regions()
 
-        def run(recorder: Recorder) -> Tensor:
-            places = iter(range(len(calls)))
-            instead = functools.partial(_counted, recorder, places)
-            with standing_in(instead):
+        def run(recorder: Recorder, calls: list[_Call] | None = None) -> Tensor:
+            places = itertools.count()
+
+            def stand_in(region: _Region, args: Any, kwargs: Any) -> Any:
+                require_no_transform()
+                if not any(trees.wants_gradients((args, kwargs))):
+                    return region.__wrapped__(*args, **kwargs)
+                if calls is not None:
+                    calls.append(
+                        (region, *trees.map_tensors(_detached, (args, kwargs)))
+                    )
+                return recorder.call(
+                    next(places), region.__wrapped__, (args, kwargs), ()
+                )
+
+            with standing_in(stand_in):
                 return step(*args, **kwargs)
 
+        calls: list[_Call] = []
+        # In a run of its own: what is kept of the arguments would be counted.
+        run(Recorder(leaves), calls)
+        if not calls:
+            raise _without_regions()
         fakes = {id(real): each for real, each in zip(own, parameters, strict=True)}
-        found = record(
-            run,
-            leaves,
-            parameters,
-            (args[1:], kwargs),
-            optimizer_on(optimizer, fakes, "fit(optimizer=...)"),
-        )
+        made = optimizer_on(optimizer, fakes, "fit(optimizer=...)")
+        found = record(run, leaves, parameters, (args[1:], kwargs), made)
     return found, calls
 
 
-def _looked_at(
-    calls: list[_Called],
-    recorder: Recorder,
-    region: _Region,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    require_no_transform()
-    own = trees.map_tensors(_alone, (args, kwargs))
-    if any(each.requires_grad for each in trees.tensor_leaves(own)):
-        calls.append(_Called(region, *own))
-    return _counted(recorder, iter((len(calls) - 1,)), region, args, kwargs)
-
-
-def _alone(tensor: Tensor) -> Tensor:
+def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _counted(
-    recorder: Recorder,
-    places: Iterator[int],
-    region: _Region,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    wanted = any(each.requires_grad for each in trees.tensor_leaves((args, kwargs)))
-    if not wanted:
-        return region.__wrapped__(*args, **kwargs)
-    return recorder.call(next(places), region.__wrapped__, (args, kwargs), ())
-
-
-@final
-class _Regions:
-    """What the calls of regions save, where all calls of a region have one budget each."""
-
-    def __init__(self, calls: Sequence[_Called], bound: Budget) -> None:
-        self._calls = calls
-        self._bound = bound
-        self._known: dict[Any, Plan] = {}
-        self.whole = [each.plan(self._of_size(ANY_BYTES)) for each in calls]
-        self._kinds = [
-            (
-                id(each.region),
-                found.fingerprint,
-                trees.wants_gradients((each.args, each.kwargs)),
-            )
-            for each, found in zip(calls, self.whole, strict=True)
-        ]
-        self._places: dict[int, list[int]] = {}
-        for place, each in enumerate(calls):
-            self._places.setdefault(id(each.region), []).append(place)
-
-    @property
-    def names(self) -> list[str]:
-        """What messages call the calls."""
-        shown = [_name(each.region) for each in self._calls]
-        return [f"{name} #{place}" for place, name in enumerate(shown)]
-
-    def rows(self, plans: Sequence[Plan]) -> tuple[FitRow, ...]:
-        """What these plans are for each region."""
-        rows: list[FitRow] = []
-        for places in self._places.values():
-            region, own = self._calls[places[0]].region, [plans[k] for k in places]
-            policy = self._of_size(own[0].budget_bytes)
-            rows.append(FitRow(_name(region), policy, tuple(own), region))
-        return tuple(rows)
-
-    def split(self, total: int) -> list[Plan]:
-        """The plan of each call, so that the least is recomputed within so many bytes."""
-        taken = share(
-            [[point for _, point in points] for points in self._frontiers],
-            [1] * len(self._frontiers),
-            total,
-            _WHERE,
-        )
-        plans = list(self.whole)
-        each = zip(self._places.values(), self._frontiers, taken, strict=True)
-        for places, points, (chosen,) in each:
-            for place in places:
-                plans[place] = self._plan(place, points[chosen][0])
-        return plans
-
-    @functools.cached_property
-    def _frontiers(self) -> list[list[tuple[int, Share]]]:
-        """For each region the sizes that its calls may have, with what they come to in all."""
-        found: list[list[tuple[int, Share]]] = []
-        for places in self._places.values():
-            problems = {self._kinds[k]: self.whole[k].problem for k in places}
-            least = max(each.fixed_bytes for each in problems.values())
-            sizes = {
-                b for each in problems.values() for b in each.budgets if b >= least
-            }
-            points: list[tuple[int, Share]] = []
-            for size in sorted(sizes):
-                plans = [self._plan(place, size) for place in places]
-                saved = sum(each.saved_bytes for each in plans)
-                cost = sum(each.recompute_cost for each in plans)
-                points.append((size, Share(saved, cost)))
-            found.append(points)
-        return found
-
-    def _plan(self, place: int, size: int) -> Plan:
-        key = self._kinds[place], size
-        if key not in self._known:
-            self._known[key] = self._calls[place].plan(self._of_size(size))
-        return self._known[key]
-
-    def _of_size(self, size: int) -> Budget:
-        return dataclasses.replace(self._bound, size=size, peak=None)
 
 
 def _name(region: _Region) -> str:

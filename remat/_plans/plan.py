@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import operator
 from collections import Counter
@@ -24,8 +25,9 @@ from remat._plans.json_parts import (
     to_problem,
     to_storage,
 )
+from remat._torch import trees
 from remat.planners import Problem, Solution, solve_cut, solve_milp
-from remat.policies import AbstractPolicy, Planned
+from remat.policies import AbstractPolicy, Budget, Planned
 from remat.policies._budget import Peak, Size, as_budget
 from remat.policies._sizes import show_size
 from remat.storage import AbstractStorage
@@ -360,32 +362,69 @@ def plan(
     require_choice("solver", solver, tuple(_SOLVERS), of="plan")
     require_choice("costs", costs, tuple(_UNITS), of="plan")
     policy = as_budget(budget, peak, "plan(budget=...)")
-    region = undecided(fun)
 
     def planned(*args: _P.args, **kwargs: _P.kwargs) -> Plan:
-        entry, roots, _ = region.entry_of(args, kwargs)
-        analysis = entry.region.stages(roots).analysis
-        unit = by_flops
-        if costs == "measured":
-            unit = measured(list(entry.region.operands))
-        model = budgets.model_of(analysis, policy.storages, unit)
-        size, solution = budgets.solve(model, policy, _SOLVERS[solver])
+        return Planner(fun, args, kwargs, policy, solver, costs).plan(policy)
+
+    return planned
+
+
+@final
+class Planner:
+    """Plans of one call within any budget, from one trace and one model of it.
+
+    Attributes:
+        fingerprint: of the call's forward.
+        wanted: for each tensor among its arguments whether it has a gradient: of equal forwards,
+            that of a model's first block may have none, and so another backward.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        policy: Budget,
+        solver: str = "cut",
+        costs: str = "flops",
+    ) -> None:
+        entry, roots, _ = undecided(fun).entry_of(args, kwargs)
+        self._operands = entry.region.operands
+        self._analysis = entry.region.stages(roots).analysis
+        self._policy, self._solver, self._costs = policy, solver, costs
+        self.fingerprint = fingerprint(self._analysis)
+        self.wanted = trees.wants_gradients((args, kwargs))
+
+    @functools.cached_property
+    def _unit(self) -> Costs:
+        return measured(list(self._operands)) if self._costs == "measured" else by_flops
+
+    @functools.cached_property
+    def _model(self) -> budgets.Model:
+        return budgets.model_of(self._analysis, self._policy.storages, self._unit)
+
+    def plan(self, budget: Budget) -> Plan:
+        """What the call saves within a budget, which allows what the planner's own does."""
+        model = self._model
+        size, solution = budgets.solve(model, budget, _SOLVERS[self._solver])
         return Plan(
-            rows=tuple(_rows(model, solution, unit)),
+            rows=tuple(_rows(model, solution, self._unit)),
             budget_bytes=size,
             saved_bytes=solution.saved_bytes,
-            argument_bytes=sum(meta.size_bytes for meta in entry.region.operands),
+            argument_bytes=sum(meta.size_bytes for meta in self._operands),
             peaks=model.peaks(solution.choice),
             recompute_flops=model.recompute_flops(solution.choice),
             recompute_cost=solution.cost,
             lower_bound=solution.lower_bound,
-            costs=costs,
-            solver=solver,
-            fingerprint=fingerprint(analysis),
+            costs=self._costs,
+            solver=self._solver,
+            fingerprint=self.fingerprint,
             problem=model.problem,
         )
 
-    return planned
+    def within(self, size: int) -> Plan:
+        """What the call saves within so many bytes."""
+        return self.plan(dataclasses.replace(self._policy, size=size, peak=None))
 
 
 def _rows(model: budgets.Model, solution: Solution, costs: Costs) -> Iterator[PlanRow]:

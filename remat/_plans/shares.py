@@ -1,105 +1,42 @@
-"""One budget split among several calls, as often as a search for a peak needs it."""
+"""Budgets for the calls of regions: the least recomputation within bytes, or within a peak."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, final
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, final
 
-from remat._plans.plan import Plan
-from remat.planners import Share, share
+import numpy as np
+
+from remat._plans.plan import Plan, Planner
+from remat.planners import MultipleChoice, Share, share
 from remat.policies._sizes import show_size
 
-#: A budget, in bytes, into which everything fits.
+#: A budget, in bytes, into which everything fits. Not the fraction 1.0: a draw's recorded
+#: state may be more than all that is saved without remat.
 ANY_BYTES = 2**62
-_TRIED = 16  # a heuristic: how many budgets are tried for a peak,
-_HALVED = 4  # and how often the step between two of them is halved
-
-
-@final
-class Shares:
-    """What some calls save within a budget for all of them; equal ones are planned once.
-
-    Args:
-        planners: for each call, from its share to its plan.
-        wanted: for each call, which of its arguments have a gradient. Of equal forwards, that
-            of a model's first block may have none, and another backward.
-        where: what messages call the budget.
-    """
-
-    def __init__(
-        self,
-        planners: Sequence[Callable[[int], Plan]],
-        wanted: Sequence[tuple[bool, ...]],
-        where: str = "a budget",
-    ) -> None:
-        self._planners, self._where = planners, where
-        #: The plans for saving everything. By a size, and not by the fraction 1.0: a draw's
-        #: recorded state may be more than all that is saved without remat.
-        self.whole = [each(ANY_BYTES) for each in planners]
-        kinds: dict[Any, list[int]] = {}
-        for place, key in enumerate(zip(wanted, self.whole, strict=True)):
-            kinds.setdefault((key[0], key[1].fingerprint), []).append(place)
-        self._kinds = list(kinds.values())
-
-    @property
-    def most_bytes(self) -> int:
-        """What all calls save together if they save everything."""
-        return sum(each.saved_bytes for each in self.whole)
-
-    @functools.cached_property
-    def _frontiers(self) -> list[list[tuple[int, Share]]]:
-        """For each kind its budgets, with what they come to: each takes seconds."""
-        return [
-            [
-                (point.budget_bytes, Share(point.saved_bytes, point.recompute_cost))
-                for point in self.whole[places[0]].frontier()
-            ]
-            for places in self._kinds
-        ]
-
-    @functools.cached_property
-    def _known(self) -> dict[tuple[int, int], Plan]:
-        return {}
-
-    def _plan_of_kind(self, kind: int, size: int) -> Plan:
-        key = kind, size
-        if key not in self._known:
-            self._known[key] = self._planners[self._kinds[kind][0]](size)
-        return self._known[key]
-
-    def split(self, total: int) -> list[Plan]:
-        """The plan of each call, so that the least is recomputed within so many bytes.
-
-        Raises:
-            BudgetError: more is held even if nothing is saved.
-        """
-        taken = share(
-            [[point for _, point in points] for points in self._frontiers],
-            [len(places) for places in self._kinds],
-            total,
-            self._where,
-        )
-        plans = list(self.whole)
-        for kind, (places, chosen) in enumerate(zip(self._kinds, taken, strict=True)):
-            for place, k in zip(places, chosen, strict=True):
-                plans[place] = self._plan_of_kind(kind, self._frontiers[kind][k][0])
-        return plans
+_NODES = 200  # a heuristic: how often the search for a peak may branch
+_APART = 0.01  # how much less the points beside what was found recompute, or hold
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tried:
-    """The plans of calls within a budget for all of them, and the peak that they come to."""
+class Loads:
+    """What lives at the moments of a step, as a sum over the plans of its calls.
 
-    budget_bytes: int
-    plans: tuple[Plan, ...]
-    peak_bytes: int
+    Attributes:
+        fixed: the bytes at each moment that no plan changes.
+        added: from the place of a call and its plan to what the plan adds at each moment.
+    """
 
-    def __str__(self) -> str:
-        flops = sum(each.recompute_flops for each in self.plans)
-        return f"peak {show_size(self.peak_bytes)}, recomputes {flops:.3g} FLOPs"
+    fixed: Sequence[int]
+    added: Callable[[int, Plan], Sequence[int]]
+
+    def peak(self, plans: Sequence[Plan]) -> int:
+        """The most that lives at one moment."""
+        parts = [self.fixed, *(self.added(k, each) for k, each in enumerate(plans))]
+        return max(map(sum, zip(*parts, strict=True)))
 
 
 @final
@@ -108,65 +45,160 @@ class Search:
     """What a search for a peak found.
 
     Attributes:
-        cheaper: the nearest that was tried which recomputes less, and has a higher peak.
-        found: what fits; if nothing does, the lowest peak that was tried.
-        dearer: the nearest that was tried which recomputes more.
+        found: the plans that recompute least; if nothing fits, those of the lowest peak.
         fits: whether `found` is within the limit.
+        neighbors: a line for the lowest peak of plans that recompute a hundredth less, and one
+            for the least recomputation with a peak so much lower, where there are such.
     """
 
-    cheaper: Tried | None
-    found: Tried
-    dearer: Tried | None
+    found: Sequence[Plan]
     fits: bool
-
-    @property
-    def neighbors(self) -> str:
-        """A line for each of the points beside what was found."""
-        beside = {"cheaper": self.cheaper, "dearer": self.dearer}
-        return "\n".join(f"{name}: {each}" for name, each in beside.items() if each)
+    neighbors: str = ""
 
 
-class Splits(Protocol):
-    """Calls among which a budget is split."""
+@final
+class Shares:
+    """Budgets for calls, of which equal ones are planned once.
 
-    @property
-    def whole(self) -> Sequence[Plan]: ...
-    def split(self, total: int) -> Sequence[Plan]: ...
-
-
-def within(
-    splits: Splits,
-    most: int | None,
-    limit: int,
-    peak_of: Callable[[Sequence[Plan]], int],
-) -> Search:
-    """Looks for the largest budget of at most `most` bytes whose peak is within a limit.
-
-    The peak does not always grow with what is saved, as recomputation takes room, too: so
-    budgets are tried from the largest down, in even steps, and then between two of them.
+    Args:
+        planners: of each call.
+        regions: for each call, the region that has one budget for all of its calls; None
+            where each call has its own.
+        where: what messages call the budget.
     """
 
-    def tried(total: int) -> Tried:
-        plans = tuple(splits.split(total))
-        return Tried(total, plans, peak_of(plans))
+    def __init__(
+        self,
+        planners: Sequence[Planner],
+        regions: Sequence[Hashable] | None = None,
+        where: str = "a budget",
+    ) -> None:
+        self._planners, self._where = planners, where
+        first: dict[Any, int] = {}
+        # For each call the first that is equal.
+        self._equal = [
+            first.setdefault((regions and regions[k], p.wanted, p.fingerprint), k)
+            for k, p in enumerate(planners)
+        ]
+        units: dict[Hashable, list[int]] = {}
+        for place in range(len(planners)):
+            units.setdefault(regions[place] if regions else place, []).append(place)
+        #: The places of the calls that have one budget.
+        self.units = list(units.values())
+        self._known: dict[tuple[int, int], Plan] = {}
+        #: The plans for saving everything.
+        self.whole = [self._plan(k, ANY_BYTES) for k in range(len(planners))]
 
-    fixed = sum(each.problem.fixed_bytes for each in splits.whole)
-    saved = sum(each.saved_bytes for each in splits.whole)
-    high = saved if most is None else min(most, saved)
-    steps = (fixed + (high - fixed) * k // _TRIED for k in range(_TRIED, -1, -1))
-    totals = iter(dict.fromkeys(steps))
-    cheaper: Tried | None = None
-    least = found = tried(next(totals))
-    while found.peak_bytes > limit:
-        cheaper, total = found, next(totals, None)
-        if total is None:
-            return Search(None, least, None, False)
-        found = tried(total)
-        least = min(least, found, key=lambda each: each.peak_bytes)
-    for _ in range(_HALVED):
-        if cheaper is not None:
-            each = tried((cheaper.budget_bytes + found.budget_bytes) // 2)
-            fits = each.peak_bytes <= limit
-            cheaper, found = (cheaper, each) if fits else (each, found)
-    less = next(totals, None)
-    return Search(cheaper, found, None if less is None else tried(less), True)
+    def _plan(self, place: int, size: int) -> Plan:
+        key = self._equal[place], size
+        if key not in self._known:
+            self._known[key] = self._planners[key[0]].within(size)
+        return self._known[key]
+
+    @functools.cached_property
+    def _frontiers(self) -> list[list[tuple[int, Share]]]:
+        """For each unit the budgets that it may have, with what they come to."""
+        known: dict[tuple[int, ...], list[tuple[int, Share]]] = {}
+        for unit in self.units:
+            kind = self._kind(unit)
+            known[kind] = known.get(kind) or self._frontier(unit)
+        return [known[self._kind(unit)] for unit in self.units]
+
+    def _kind(self, unit: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._equal[place] for place in unit)
+
+    def _frontier(self, unit: Sequence[int]) -> list[tuple[int, Share]]:
+        problems = [self.whole[place].problem for place in {*self._kind(unit)}]
+        least = max(each.fixed_bytes for each in problems)
+        sizes = {b for each in problems for b in each.budgets if b >= least}
+        found: dict[int, tuple[int, Share]] = {}
+        for size in sorted(sizes):
+            plans = [self._plan(place, size) for place in unit]
+            saved = sum(each.saved_bytes for each in plans)
+            cost = sum(each.recompute_cost for each in plans)
+            found.setdefault(cost, (size, Share(saved, cost)))
+        return [*found.values()]
+
+    def _plans(self, sizes: Sequence[int]) -> list[Plan]:
+        """The plan of each call, by the budgets of units."""
+        found = list(self.whole)
+        for unit, size in zip(self.units, sizes, strict=True):
+            for place in unit:
+                found[place] = self._plan(place, size)
+        return found
+
+    def split(self, total: int) -> list[Plan]:
+        """The plan of each call, so that the least is recomputed within so many bytes.
+
+        Raises:
+            BudgetError: more is held even if nothing is saved.
+        """
+        kinds: dict[tuple[int, ...], list[int]] = {}
+        for k, unit in enumerate(self.units):
+            kinds.setdefault(self._kind(unit), []).append(k)
+        frontiers = [self._frontiers[units[0]] for units in kinds.values()]
+        taken = share(
+            [[point for _, point in points] for points in frontiers],
+            [len(units) for units in kinds.values()],
+            total,
+            self._where,
+        )
+        sizes = dict[int, int]()
+        for units, points, chosen in zip(kinds.values(), frontiers, taken, strict=True):
+            sizes |= {k: points[p][0] for k, p in zip(units, chosen, strict=True)}
+        return self._plans([sizes[k] for k in range(len(self.units))])
+
+    def within(self, limit: int, loads: Loads, most: float | None = None) -> Search:
+        """The plans that recompute least while the peak is within a limit.
+
+        Args:
+            limit: the most bytes that may live at one moment.
+            loads: what lives at each.
+            most: the most bytes that may be saved in all.
+        """
+        points = [
+            (k, size, point)
+            for k, own in enumerate(self._frontiers)
+            for size, point in own
+        ]
+        columns = [self._column(*each, loads) for each in points]
+        rows = np.array(columns).T
+        program = MultipleChoice(
+            np.array([k for k, _, _ in points]),
+            np.ones(len(self.units), int),
+            rows[0],
+            rows,
+        )
+        bytes_left = np.array(loads.fixed)
+
+        def taken(
+            peak: float, cost: float = np.inf, soft: int | None = None
+        ) -> list[Plan] | None:
+            limits = [cost, np.inf if most is None else most, *(peak - bytes_left)]
+            found = program.take(limits, soft, _NODES)
+            if found is None:
+                return None
+            return self._plans([points[p][1] for p in np.flatnonzero(found)])
+
+        found = taken(limit) or taken(limit, soft=2) or self.split(int(most or 0))
+        if loads.peak(found) > limit:
+            return Search(found, False)
+        peak, cost = loads.peak(found), sum(each.recompute_cost for each in found)
+        cheaper = taken(limit, (1 - _APART) * cost, soft=2)
+        dearer = taken((1 - _APART) * peak) or taken(limit, soft=2)
+        if dearer is not None and loads.peak(dearer) >= peak:
+            dearer = None
+        beside = {"cheaper": cheaper, "dearer": dearer}
+        lines = [_shown(name, each, loads) for name, each in beside.items() if each]
+        return Search(found, True, "\n".join(lines))
+
+    def _column(self, unit: int, size: int, point: Share, loads: Loads) -> list[int]:
+        """What a budget of a unit costs, saves, and adds at each moment."""
+        added = [loads.added(k, self._plan(k, size)) for k in self.units[unit]]
+        return [point.cost, point.saved_bytes, *map(sum, zip(*added, strict=True))]
+
+
+def _shown(name: str, plans: Sequence[Plan], loads: Loads) -> str:
+    flops = sum(each.recompute_flops for each in plans)
+    peak = show_size(loads.peak(plans))
+    return f"{name}: peak {peak}, recomputes {flops:.3g} FLOPs"

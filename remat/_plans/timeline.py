@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import final
 
 from remat._errors import BudgetError, refusal
-from remat._partition.peak import Peaks
 from remat._plans.plan import Plan
 from remat._plans.recording import Recording, Stretch
+from remat._plans.shares import Loads
 from remat.policies._sizes import show_size
 
 
@@ -124,34 +124,52 @@ def timeline(
     recording: Recording, names: Sequence[str], plans: Sequence[Plan]
 ) -> Timeline:
     """The moments of a recorded step whose regions have these names and plans."""
-    peaks = [each.peaks for each in plans]
-    saved = [each.saved_bytes for each in plans]
     constant = recording.parameters, recording.state, recording.others
+    phases = _phases(recording.stretches)
     moments = [
-        Moment(phase, _where(each, phase, names), *constant, *_live(each, peaks, saved))
-        for each, phase in zip(
-            recording.stretches, _phases(recording.stretches), strict=True
-        )
+        Moment(phase, _where(each, phase, names), *constant, *_live(each, plans))
+        for each, phase in zip(recording.stretches, phases, strict=True)
     ]
     return Timeline(
         (*moments, Moment("optimizer", "step", *constant, *recording.update))
     )
 
 
-def _live(
-    stretch: Stretch, peaks: Sequence[Peaks], saved: Sequence[int]
-) -> tuple[int, int, int]:
-    """The bytes of gradients, of what waits, and of what is made beside them."""
-    others = set(stretch.waiting)
-    working = stretch.peak - stretch.before
-    if stretch.half == "forward":
-        working = peaks[stretch.region].forward
-    elif stretch.half == "backward":
-        others -= {stretch.region}
-        working = peaks[stretch.region].backward - saved[stretch.region]
-    held = stretch.before - stretch.gradients + sum(saved[k] for k in stretch.waiting)
+def loads_of(recording: Recording) -> Loads:
+    """What lives at the moments of a recorded step, whatever the plans of its regions."""
+    stretches = recording.stretches
+    constant = recording.parameters + recording.state + recording.others
+    live = [*(each.peak for each in stretches), sum(recording.update)]
+
+    def added(place: int, found: Plan) -> list[int]:
+        return [*(_added(each, place, found) for each in stretches), 0]
+
+    return Loads([constant + each for each in live], added)
+
+
+def _added(stretch: Stretch, place: int, found: Plan) -> int:
+    """The bytes that a region's plan adds to what lives in a part of a step."""
+    if place == stretch.region and stretch.half == "forward":
+        return found.peaks.forward
+    if place not in stretch.waiting:
+        return 0
     # What was returned and waits is one value: it is counted once.
-    held -= sum(peaks[k].shared for k in stretch.returned)
+    twice = found.peaks.shared if place in stretch.returned else 0
+    runs = place == stretch.region and stretch.half == "backward"
+    return (found.peaks.backward if runs else found.saved_bytes) - twice
+
+
+def _live(stretch: Stretch, plans: Sequence[Plan]) -> tuple[int, int, int]:
+    """The bytes of gradients, of what waits, and of what is made beside them."""
+    working = stretch.peak - stretch.before
+    if stretch.half:
+        own = plans[stretch.region]
+        is_forward = stretch.half == "forward"
+        working = (
+            own.peaks.forward if is_forward else own.peaks.backward - own.saved_bytes
+        )
+    added = sum(_added(stretch, place, each) for place, each in enumerate(plans))
+    held = stretch.peak + added - stretch.gradients - working
     return stretch.gradients, held, working
 
 

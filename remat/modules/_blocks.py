@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from remat._api import remat
+from remat._calls.decorated import DecoratedFunction
 from remat._errors import refusal
 from remat._generators import device_states
-from remat._plans.plan import Plan, plan as plan_of
+from remat._plans.plan import Plan, Planner
 from remat._torch import fakes, trees
 from remat.modules._apply import Where, matching
-from remat.policies import AbstractPolicy
+from remat.policies import AbstractPolicy, Budget
 from remat.policies._budget import planning_again
 
 
@@ -31,14 +32,17 @@ class BlockCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def plan(self, budget: int | float) -> Plan:
-        region = remat(self.module.forward, rng="preserve")
-        return plan_of(region, budget=budget)(*self.args, **self.kwargs)
+    @functools.cached_property
+    def _region(self) -> DecoratedFunction[..., Any]:
+        return remat(self.module.forward, rng="preserve")
+
+    def planner(self, bound: Budget) -> Planner:
+        """Its plans, within any budget."""
+        return Planner(self._region, self.args, self.kwargs, bound)
 
     def policy(self, found: Plan) -> AbstractPolicy:
         """Its plan as a policy that plans again for other arguments."""
-        region = remat(self.module.forward, rng="preserve")
-        operands = region.entry_of(self.args, self.kwargs)[0].region.operands
+        operands = self._region.entry_of(self.args, self.kwargs)[0].region.operands
         return planning_again(found.policy, tuple(map(str, operands)))
 
 

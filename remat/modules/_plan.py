@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -15,8 +16,8 @@ from remat._graph.meta import TensorMeta
 from remat._partition.budgets import peak_limit
 from remat._plans.plan import Plan
 from remat._plans.recording import Recording
-from remat._plans.shares import Shares, within
-from remat._plans.timeline import Timeline, over_the_limit, timeline
+from remat._plans.shares import Loads, Shares
+from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._torch import trees
 from remat.modules._apply import Where, apply, remove
 from remat.modules._blocks import BlockCall, blocks_of, called
@@ -83,14 +84,7 @@ class ModulePlan:
         """
         if self.timeline is not None:
             return self.timeline.peak.size_bytes
-        held = peak = 0
-        gradients = sum(row.gradient_bytes for row in self.rows)
-        for row in self.rows:
-            gradients -= row.gradient_bytes
-            held += row.input_bytes
-            peak = max(peak, held + row.plan.predicted_peak_bytes + gradients)
-            held += row.plan.saved_bytes
-        return peak
+        return _loads_of(self.rows).peak([row.plan for row in self.rows])
 
     @property
     def recompute_flops(self) -> int:
@@ -205,18 +199,19 @@ def plan(
 def _within(
     blocks: Sequence[BlockCall], bound: Budget, recording: Recording | None
 ) -> ModulePlan:
-    """Gives each block its share of the largest budget that is within the bounds."""
-    wanted = [trees.wants_gradients((each.args, each.kwargs)) for each in blocks]
-    shares = Shares([each.plan for each in blocks], wanted, "modules.plan(budget=...)")
+    """Gives each block its share, so that all are within the bounds."""
+    where = "modules.plan(budget=...)"
+    shares = Shares([each.planner(bound) for each in blocks], where=where)
 
-    def planned(plans: Sequence[Plan], total: int = 0, beside: str = "") -> ModulePlan:
+    def planned(plans: Sequence[Plan], total: int, beside: str = "") -> ModulePlan:
         rows = tuple(_row_of(blocks, place, found) for place, found in enumerate(plans))
         names = [each.name for each in rows]
         moments = None if recording is None else timeline(recording, names, plans)
         return ModulePlan(rows, total, moments, beside)
 
-    most = bound.size
-    size = int(most * shares.most_bytes) if isinstance(most, float) else most
+    size = bound.size
+    if isinstance(size, float):
+        size = int(size * sum(each.saved_bytes for each in shares.whole))
     if bound.peak is None:
         assert size is not None, "a budget without a peak has a size"
         return planned(shares.split(size), size)
@@ -225,11 +220,12 @@ def _within(
     limit, free = peak_limit(bound.peak, device)
     if free is not None and recording is not None:
         limit += recording.parameters + recording.others  # they are there already
-    search = within(
-        shares, size, limit, lambda plans: planned(plans).predicted_peak_bytes
-    )
-    found = search.found
-    chosen = planned(found.plans, found.budget_bytes, search.neighbors)
+    loads = _loads_of(planned(shares.whole, 0).rows)
+    loads = loads if recording is None else loads_of(recording)
+    search = shares.within(limit, loads, size)
+    saved = sum(each.saved_bytes for each in search.found)
+    total = saved if size is None else size
+    chosen = planned(search.found, total, search.neighbors)
     if search.fits:
         return chosen
     if chosen.timeline is not None:
@@ -243,6 +239,20 @@ def _within(
         "what one of them recomputes, and gradients need room, too.",
         do=f"Pass peak={least}, or name smaller blocks by `where`.",
     )
+
+
+def _loads_of(rows: Sequence[ModulePlanRow]) -> Loads:
+    """What blocks hold and make, and the gradients of their parameters, while each runs."""
+    held = itertools.accumulate(row.input_bytes for row in rows)
+    made = itertools.accumulate(row.gradient_bytes for row in rows)
+    gradients = sum(row.gradient_bytes for row in rows)
+    fixed = [inputs + gradients - own for inputs, own in zip(held, made, strict=True)]
+
+    def added(place: int, found: Plan) -> list[int]:
+        later = [found.saved_bytes] * (len(rows) - place - 1)
+        return [*[0] * place, found.predicted_peak_bytes, *later]
+
+    return Loads(fixed, added)
 
 
 def _row_of(blocks: Sequence[BlockCall], place: int, found: Plan) -> ModulePlanRow:

@@ -1,7 +1,8 @@
 """One budget for several programs: which point of its frontier each program takes.
 
-A multiple-choice knapsack, solved as an integer program. Equal programs share variables
-that count them, because symmetry is what makes such a problem hard.
+A multiple-choice knapsack of one or several capacities (Kellerer, Pferschy, Pisinger, Knapsack
+Problems, 2004, chapter 11), solved as an integer program. Equal programs that are bounded by
+their sum alone share variables that count them, because symmetry is what makes it hard.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ import numpy as np
 from remat._errors import BudgetError, refusal
 from remat.planners._scipy import optimize
 
+_TRIES = 8
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,79 @@ class Share:
 
     saved_bytes: int  # what it holds
     cost: int  # what it recomputes
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MultipleChoice:
+    """Points of which a number is taken of each kind, while sums over what is taken are bounded.
+
+    Attributes:
+        kinds: of each point the kind of program that can take it.
+        counts: how many points are taken of each kind.
+        costs: of each point.
+        loads: shape (bound, point): what each point adds to each sum.
+    """
+
+    kinds: Any
+    counts: Any
+    costs: Any
+    loads: Any
+
+    def take(
+        self, limits: Sequence[float], soft: int | None = None, nodes: int | None = None
+    ) -> Any | None:
+        """How often each point is taken, so that costs are least and each sum within its limit.
+
+        Args:
+            limits: of each sum.
+            soft: from which sum on limits may be exceeded; then the largest excess is least,
+                and not the costs.
+            nodes: how often HiGHS may branch.
+
+        Returns:
+            A number for each point; None where nothing is within the limits.
+        """
+        allowed = np.array(limits, dtype=float)
+        for attempt in range(_TRIES):
+            taken = self._solved(allowed, soft, nodes)
+            if taken is None:
+                return None
+            over = np.maximum(self.loads @ taken - limits, 0)
+            over[soft:] *= soft is None
+            if not over.any():
+                return taken
+            # HiGHS counts in floating point, and can be over by a part in a million.
+            allowed -= np.maximum(over, self._units * 10.0 ** (attempt - 6)) * (
+                over > 0
+            )
+        return None
+
+    @property
+    def _units(self) -> Any:
+        """The unit in which HiGHS is told each sum."""
+        return np.maximum(1.0, np.abs(self.loads).max(axis=1)) / 1e3
+
+    def _solved(self, limits: Any, soft: int | None, nodes: int | None) -> Any | None:
+        count, last = len(self.kinds), np.zeros(len(self.kinds) + 1)
+        unit = self._units
+        excess, costs = np.zeros(len(limits)), self.costs / max(1.0, self.costs.max())
+        if soft is not None:
+            unit[soft:], excess[soft:] = unit[soft:].max(), -1.0
+            costs, last[count] = 0.0 * costs, np.inf
+        whole = np.arange(len(self.counts))[:, None] == np.append(self.kinds, -1)
+        rows = np.column_stack([self.loads / unit[:, None], excess])
+        result: Any = optimize.milp(
+            np.append(costs, float(soft is not None)),
+            integrality=np.append(np.ones(count), 0),
+            bounds=optimize.Bounds(-last, last + np.append(self.counts[self.kinds], 0)),
+            constraints=[
+                optimize.LinearConstraint(whole, self.counts, self.counts),
+                optimize.LinearConstraint(rows, ub=limits / unit),
+            ],
+            options={} if nodes is None else {"node_limit": nodes},
+        )
+        return None if result.x is None else np.rint(result.x[:-1]).astype(np.int64)
 
 
 def share(
@@ -63,44 +139,17 @@ def share(
             why=f"{least} bytes are held even if nothing is saved.",
             do=f"Give at least {least} bytes.",
         )
-    most = budget
-    while True:
-        taken = _solve_knapsack(frontiers, counts, most)
-        held = sum(
-            frontiers[kind][point].saved_bytes
-            for kind, points in enumerate(taken)
-            for point in points
-        )
-        if held <= budget:
-            return taken
-        # HiGHS counts in floating point, and can be over by a part in a million.
-        most = max(least, most - (held - budget))
-
-
-def _solve_knapsack(
-    frontiers: Sequence[Sequence[Share]], counts: Sequence[int], budget: int
-) -> list[list[int]]:
-    columns = [(k, p) for k, points in enumerate(frontiers) for p in range(len(points))]
-    points = [frontiers[kind][point] for kind, point in columns]
-    unit = max(1, max(each.saved_bytes for each in points)) / 1e3
-    sizes = np.array([each.saved_bytes / unit for each in points])
+    points = [each for own in frontiers for each in own]
+    kinds = np.repeat(np.arange(len(frontiers)), [len(own) for own in frontiers])
     costs = np.array([float(each.cost) for each in points])
-    kinds = np.array([kind for kind, _ in columns])
-    whole: Any = kinds == np.arange(len(frontiers))[:, None]
-    result: Any = optimize.milp(
-        costs / max(1.0, costs.max()),
-        integrality=np.ones(len(columns)),
-        bounds=optimize.Bounds(0, np.array([counts[kind] for kind, _ in columns])),
-        constraints=[
-            optimize.LinearConstraint(whole, counts, counts),
-            optimize.LinearConstraint(sizes, ub=budget / unit),
-        ],
-    )
-    assert result.x is not None, result.message
-    found: list[list[int]] = [[] for _ in frontiers]
-    for (kind, point), number in zip(columns, np.rint(result.x), strict=True):
-        found[kind] += [point] * int(number)
+    loads = np.array([[each.saved_bytes for each in points]])
+    taken = MultipleChoice(kinds, np.array(counts), costs, loads).take([budget])
+    assert taken is not None, "the smallest points fit"
+    ends = np.cumsum([len(own) for own in frontiers])[:-1]
     return [
-        sorted(each, key=lambda p, k=k: frontiers[k][p].saved_bytes)
-        for k, each in enumerate(found)
+        sorted(
+            np.repeat(np.arange(len(own)), times).tolist(),
+            key=lambda p, own=own: own[p].saved_bytes,
+        )
+        for own, times in zip(frontiers, np.split(taken, ends), strict=True)
     ]

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import BudgetError, Plan, RematWarning, modules, saved_residuals
+from remat import BudgetError, RematWarning, modules, saved_residuals
+from remat._partition import budgets
+from remat._partition.decide import fingerprint
 from remat.planners import Share, share
 from tests.support import LiveBytes, assert_bitwise, seeded
 
@@ -170,17 +172,17 @@ def test_a_peak_that_blocks_cannot_keep() -> None:
     assert modules.plan(model, peak=least)(x).predicted_peak_bytes == least
 
 
-def test_frontiers_are_computed_once_for_each_kind(monkeypatch: Any) -> None:
-    """However many budgets are tried for a peak: they take most of the time."""
+def test_equal_blocks_are_planned_once(monkeypatch: Any) -> None:
+    """Whatever is asked of them: models and frontiers take most of the time."""
     model, x = made()
     asked: list[str] = []
-    frontier = Plan.frontier
+    model_of = budgets.model_of
 
-    def counted(found: Plan) -> Any:
-        asked.append(found.fingerprint)
-        return frontier(found)
+    def counted(analysis: Any, *args: Any) -> Any:
+        asked.append(fingerprint(analysis))
+        return model_of(analysis, *args)
 
-    monkeypatch.setattr(Plan, "frontier", counted)
+    monkeypatch.setattr(budgets, "model_of", counted)
     with pytest.raises(BudgetError):
         modules.plan(model, peak=100)(x)
 

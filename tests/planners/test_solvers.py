@@ -7,12 +7,22 @@ are tried by `python -m tests.planners`.
 """
 
 import functools
+import itertools
 import random
 
+import numpy as np
 import pytest
 
 from remat import BudgetError
-from remat.planners import Option, Problem, Solution, Step, solve_cut, solve_milp
+from remat.planners import (
+    MultipleChoice,
+    Option,
+    Problem,
+    Solution,
+    Step,
+    solve_cut,
+    solve_milp,
+)
 from remat.planners._problem import Tally
 from tests.planners.problems import (
     budgets,
@@ -193,3 +203,34 @@ def test_a_tally_is_the_outcome_of_its_choice():
                 expected.cost,
             )
         assert tally.outcome() == problem.outcome(choice)
+
+
+def test_points_under_several_bounds_equal_brute_force():
+    """The least cost within all of them, and the least excess where bounds may be exceeded."""
+    chance = random.Random(0)
+    for _ in range(40):
+        sizes = [chance.randint(1, 4) for _ in range(chance.randint(1, 4))]
+        count = sum(sizes)
+        kinds = np.repeat(np.arange(len(sizes)), sizes)
+        costs = np.array([chance.randint(0, 30) for _ in range(count)])
+        loads = np.array([[chance.randint(0, 30) for _ in range(count)] for _ in "abc"])
+        program = MultipleChoice(kinds, np.ones(len(sizes), int), costs, loads)
+        limits = [chance.randint(5, 60) for _ in "abc"]
+        choices = [
+            list(each)
+            for each in itertools.product(range(count), repeat=len(sizes))
+            if [kinds[point] for point in each] == [*range(len(sizes))]
+        ]
+        sums = [loads[:, each].sum(axis=1) - limits for each in choices]
+        within = [
+            costs[c].sum()
+            for c, over in zip(choices, sums, strict=True)
+            if max(over) <= 0
+        ]
+        first = [max(over[1:]) for over in sums if over[0] <= 0]
+
+        taken, lowest = program.take(limits), program.take(limits, soft=1)
+
+        assert (None if taken is None else costs @ taken) == min(within, default=None)
+        excess = None if lowest is None else max((loads @ lowest - limits)[1:])
+        assert excess == min(first, default=None)
