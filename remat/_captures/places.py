@@ -290,26 +290,46 @@ def put(owner: Any, step: Step, value: object) -> None:
             base.__setattr__(owner, key, value)
     elif value is MISSING:
         del _HOLDERS[kind](owner)[key]
-    elif kind == "default":
-        defaults = list(owner.__defaults__)
-        defaults[key] = value
-        owner.__defaults__ = tuple(defaults)
-    elif kind == "value":
-        owner[[*owner][key]] = value
-    elif kind == "variable":
-        _set_in_context(owner, value)
-    elif kind == "members":
-        fill(owner, value)
-    elif kind == "bytes":
-        memoryview(owner).cast("B")[:] = cast("tuple[bytes, ...]", value)[0]
+    elif kind in _WRITERS:
+        _WRITERS[kind](owner, key, value)
     else:
         _HOLDERS[kind](owner)[key] = value
 
 
-def _set_in_context(variable: contextvars.ContextVar[object], value: object) -> None:
+def _set_default(owner: Any, index: Any, value: object) -> None:
+    defaults = list(owner.__defaults__)
+    defaults[index] = value
+    owner.__defaults__ = tuple(defaults)
+
+
+def _set_value(owner: Any, index: Any, value: object) -> None:
+    owner[[*owner][index]] = value
+
+
+def _set_in_context(
+    variable: contextvars.ContextVar[object], _: object, value: object
+) -> None:
     if value is Unset.UNSET:
         raise LookupError("only who set a context variable can make it unset again")
     variable.set(value)
+
+
+def _set_members(owner: Any, _: object, items: Any) -> None:
+    fill(owner, items)
+
+
+def _set_bytes(owner: Any, _: object, held: Any) -> None:
+    memoryview(owner).cast("B")[:] = held[0]
+
+
+# How a value is written where neither an attribute nor an item of the holder is set.
+_WRITERS: dict[str, Callable[[Any, Any, Any], None]] = {
+    "default": _set_default,
+    "value": _set_value,
+    "variable": _set_in_context,
+    "members": _set_members,
+    "bytes": _set_bytes,
+}
 
 
 def fill(owner: Any, items: Any) -> None:

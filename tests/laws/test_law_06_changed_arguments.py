@@ -93,8 +93,11 @@ def test_what_is_written_has_its_gradient(fun: Any, way: str) -> None:
     """To the bit; the argument itself comes back where it does without a region."""
     numbers, own = trained(remat(fun, **WAYS[way]))
     expected, alike = trained(fun)
+    # The cotangents of several views of it are summed before the call gets them (law 1).
+    same = assert_close if fun is in_views else assert_bitwise
 
-    assert_bitwise(numbers, expected)
+    assert_bitwise(numbers[:-1], expected[:-1])
+    same(numbers[-1:], expected[-1:])
     assert own == alike
 
 
