@@ -33,7 +33,7 @@ from tests.calls.graphs import (
     settings,
     weight,
 )
-from tests.support import assert_bitwise, assert_close, daily, seeded, tensors_in
+from tests.support import assert_bitwise, assert_close, daily, seeded, swept, tensors_in
 
 pytestmark = [
     pytest.mark.contract,
@@ -133,7 +133,9 @@ def test_one_graph_holds_regions(fun: Any) -> None:
     assert_close(gradients(compiled(fun), x), gradients(fun, x))
 
 
-@pytest.mark.parametrize("name", ["captures", "nested", "keys", "a map inside"])
+@pytest.mark.parametrize(
+    "name", ["nested", "keys", *swept(["captures", "a map inside"])]
+)
 def test_one_graph_holds_a_gradient(name: str) -> None:
     """`torch.compile(torch.func.grad(loss))`."""
     fun = LOSSES[name]
@@ -154,9 +156,7 @@ TRANSFORMED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "fun", daily(TRANSFORMED, ["jvp of grad", "vmap of grad", "a map inside"])
-)
+@pytest.mark.parametrize("fun", daily(TRANSFORMED, ["vmap of grad", "a map inside"]))
 def test_one_graph_holds_transforms(fun: Any) -> None:
     """Each rule of a region, in a graph."""
     x = seeded(3, 4)
@@ -257,7 +257,7 @@ def test_a_compiled_forward_saves_what_the_policy_permits(fun: Any, held: int) -
     assert sum(saved.values()) == held * STATE
 
 
-@pytest.mark.parametrize("name", ["a name", "nested"])
+@pytest.mark.parametrize("name", ["nested", *swept(["a name"])])
 def test_the_peak_is_no_higher_than_outside(name: str) -> None:
     """What is merged again would be kept: a step, and a gradient by torch.func."""
     fun, _ = STACKS[name]
@@ -437,9 +437,7 @@ DRAWING: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "drawing", daily(DRAWING, ["a module", "a function", "vmap(grad)"])
-)
+@pytest.mark.parametrize("drawing", daily(DRAWING, ["a module", "a function"]))
 def test_draws_in_a_graph_are_those_outside(drawing: tuple[Any, Any]) -> None:
     """To the bit: forward and recomputation draw the same, generators end where they did."""
     x, found, (fun, transform) = seeded(2, 3, 4), list[Any](), drawing
@@ -526,9 +524,10 @@ STACKED: dict[str, tuple[Callable[..., Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize(("fun", "is_whole"), STACKED.values(), ids=STACKED)
-def test_stacks(fun: Any, is_whole: bool) -> None:
+@pytest.mark.parametrize("case", daily(STACKED, ["scan", "chain", "scan, schedule"]))
+def test_stacks(case: tuple[Any, bool]) -> None:
     """In the graph they are loops of regions; under a schedule they run apart."""
+    fun, is_whole = case
     x, found = seeded(5, 4).requires_grad_(), list[Any]()
 
     for run in (fun, compiled(fun, fullgraph=is_whole)):

@@ -18,6 +18,7 @@ from tests.support import (
     OperatorCounter,
     assert_bitwise,
     assert_close,
+    daily,
     swept,
 )
 
@@ -218,9 +219,10 @@ COLLECTED = {
 
 
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-@pytest.mark.parametrize(("build", "asked"), COLLECTED.values(), ids=COLLECTED)
-def test_what_hooks_collect_inside(build, asked, engine):
+@pytest.mark.parametrize("case", daily(COLLECTED, ["attentions", "some_hidden_states"]))
+def test_what_hooks_collect_inside(case, engine):
     """It is returned, in the order of the layers, and has its gradient."""
+    build, asked = case
     plain, model = a_model(build), enable(a_model(build), engine=engine)
     found = []
     for each in (plain, model):
@@ -261,9 +263,10 @@ ATTENDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("build", "calls", "sums"), ATTENDED.values(), ids=ATTENDED)
-def test_of_attention_the_output_alone_is_saved(build, calls, sums):
+@pytest.mark.parametrize("case", daily(ATTENDED, ["gpt2", "llama"]))
+def test_of_attention_the_output_alone_is_saved(case):
     """Whatever the call decomposes to: beside the layers' inputs one tensor each is held."""
+    build, calls, sums = case
     policy = policies.save_attention_outputs
 
     found = held_and_recomputed(enable(a_model(build), policy))[0]
@@ -284,11 +287,7 @@ def test_attention_that_is_written_out_is_not_known_as_attention():
 
 
 #: Each model, mask and attention once.
-PLANNED = [
-    ("llama", "none", "sdpa"),
-    ("gpt2", "padded", "sdpa"),
-    ("bert", "ones", "eager"),
-]
+PLANNED = [("gpt2", "padded", "sdpa"), ("bert", "ones", "eager")]
 MASKED = itertools.product(
     ["llama", "gpt2", "bert"], ["none", "ones", "padded"], ["sdpa", "eager"]
 )

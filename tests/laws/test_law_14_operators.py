@@ -185,7 +185,7 @@ CASES = [(name, nest) for name in FUNCTIONS for nest in NESTED]
 DAILY = [
     case
     for case in CASES
-    if case[1] == "grad(grad)" or case[0] in ("gated", "whole numbers", "convolutions")
+    if case[1] == "grad(grad)" or case[0] in ("gated", "whole numbers")
 ]
 
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat import PolicyError, checkpoint_name, plan, policies, remat, storage
 from tests.plans.models import Model, dropping, gpt, measured, mlp, mlp_args, region_of
-from tests.support import LiveBytes, assert_bitwise, seeded
+from tests.support import LiveBytes, assert_bitwise, daily, seeded, swept
 
 PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)
 
@@ -45,7 +45,7 @@ each_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 @pytest.mark.contract
 @each_model
-@pytest.mark.parametrize("part", [0.25, 0.75])
+@pytest.mark.parametrize("part", [0.25, *swept([0.75])])
 def test_predictions_are_what_is_measured(model: Any, part: float) -> None:
     """Bytes, FLOPs and cost are exact, the peak is within 10 %."""
     f, args, leaves = model()
@@ -186,7 +186,7 @@ STORAGES = {
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("kind", STORAGES.values(), ids=STORAGES)
+@pytest.mark.parametrize("kind", daily(STORAGES, ["chain", "sparse"]))
 def test_allowed_storages_count_as_they_wait(kind: storage.AbstractStorage) -> None:
     """What is predicted is what waits; more than predicted never does."""
     f, args, leaves = gpt()

@@ -9,6 +9,7 @@ import pytest
 from remat import BudgetError, schedules
 from remat._errors import PolicyError, ScheduleError
 from remat.schedules import Budget, Every, Stage, replay
+from tests.support import swept
 
 #: current state, kept states and recorded stages as bits, stages that remain.
 Node = tuple[int, int, int, int]
@@ -91,7 +92,7 @@ def planned(stages: list[Stage], limit: int) -> int | None:
     return found.cost
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(8), *swept(range(8, 20))])
 def test_equals_exhaustive_search(seed: int):
     """Four random chains a seed, of up to six stages, at random budgets."""
     rng = random.Random(seed)

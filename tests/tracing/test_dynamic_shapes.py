@@ -154,7 +154,9 @@ def test_every_size_has_the_plain_bits_of_one_trace(fun: Callable[..., Tensor]) 
 
 
 # `rotated` is not among them: an index that takes everything is a view more in its trace.
-@pytest.mark.parametrize("fun", [masked, convolved, averaged, in_place, halved])
+@pytest.mark.parametrize(
+    "fun", [masked, in_place, *swept([convolved, averaged, halved])]
+)
 def test_programs_are_those_of_a_trace_of_one_size(fun: Callable[..., Tensor]) -> None:
     """A size costs nothing at run time: it has the program that it would have had."""
     region, static = traced(fun), remat(fun)
@@ -199,7 +201,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", daily(POLICIES, ["budget", "stored"]))
+@pytest.mark.parametrize("policy", daily(POLICIES, ["budget"]))
 def test_a_policy_sees_the_sizes_of_each_call(policy: Any) -> None:
     """What is saved is what it is without the option, byte by byte."""
     region = traced(block, policy=policy)
@@ -249,7 +251,7 @@ DERIVED = {
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("derive", DERIVED.values(), ids=DERIVED)
+@pytest.mark.parametrize("derive", daily(DERIVED, ["jvp", "grad(grad)"]))
 def test_what_is_derived_is_traced_for_all_sizes_too(derive: Any) -> None:
     """A backward for other cotangents, a second derivative, a pushforward."""
     derived = derive(traced(counted))
