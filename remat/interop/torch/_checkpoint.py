@@ -32,7 +32,7 @@ ContextFn: TypeAlias = Callable[
 # Why what torch can do by an option or by a switch has no effect, and what to do.
 _WITHOUT_EARLY_STOP = (
     "A traced region always recomputes only what some gradient needs.",
-    'Leave it out, or use checkpoint(..., engine="rerun"), which runs the whole function.',
+    'Leave it out, or pass engine="rerun", which runs the whole function.',
 )
 _WITH_DEBUG = (
     "A recomputation runs the program that was traced, and cannot run other operators; "
