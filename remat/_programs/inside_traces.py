@@ -187,7 +187,9 @@ _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
 
 def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operator; where it lacks the derivative that is recorded, with that of its parts."""
-    run, is_mapped = _batchable(op)
+    active = levels.current_interpreter()
+    is_mapped = active is not None and active[0] == "vmap"
+    run = _BATCHABLE.get(op, op) if is_mapped else op
     is_recorded = torch.is_grad_enabled() and any(
         levels.requires_grad_anywhere(each) for each in args if isinstance(each, Tensor)
     )
@@ -228,11 +230,3 @@ class _Whole(torch.autograd.Function):
 
 
 _apply_whole: Callable[..., Any] = _Whole.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-
-
-def _batchable(op: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
-    """The operator, or under vmap one for any layout of examples; and whether vmap is on."""
-    active = levels.current_interpreter()
-    if active is None or active[0] != "vmap":
-        return op, False
-    return _BATCHABLE.get(op, op), True

@@ -199,14 +199,9 @@ def pushforward(
     moved: tuple[int, ...] | None = None,
     with_values: bool = False,
 ) -> Flat:
-    """(operands, ..., tangents) -> the tangents of outputs, behind these if `with_values`.
+    """(operands, ..., tangents) -> the tangents of these outputs, None for all results.
 
-    Args:
-        function: what to push forward.
-        outputs: which of its results are meant, None for all.
-        has_tangent: which operands have one.
-        moved: which of these outputs have a tangent, None for all.
-        with_values: whether the outputs come first.
+    `moved` says which of them have one, None for all; `with_values` puts the outputs first.
     """
     pushed = [index for index, has in enumerate(has_tangent) if has]
 

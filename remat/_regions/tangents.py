@@ -71,14 +71,8 @@ def push(
     """The forward that takes tangents last, and returns tangents after its outputs.
 
     Outputs, and what is saved, are the forward's to the last bit; what both programs compute
-    is computed once (see `_graph.merging`).
-
-    Args:
-        forward: of the region.
-        tangents: (operands, generator states, tangents) -> what the outputs' tangents are
-            made of.
-        views: how each of these is made from what that returns and takes.
-        num_operands: how many operands the region has.
+    is computed once (see `_graph.merging`). `tangents` takes operands, generator states and
+    tangents, and returns that of which `views` make the tangents of the outputs.
     """
     program, (count, *_, num_states) = forward.program, forward.shape
     firsts, skip = program.graph.outputs, forward.num_leading

@@ -119,19 +119,11 @@ def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 def wait(
     value: Tensor, storage: AbstractStorage, place: Place, twins: Twins | None = None
 ) -> Tensor:
-    """Stores a value; returns the value itself if the storage does not apply to it.
+    """What stands for a stored value; the value itself if the storage does not apply to it.
 
-    Nothing is stored while a trace runs: the region around decides what waits.
-
-    Args:
-        value: what is to wait.
-        storage: how.
-        place: which value it is.
-        twins: what this call has stored before. A view of the same numbers in memory, of
-            any shape and order, waits as what they do: one tensor is stored once.
-
-    Returns:
-        What stands for the value.
+    Nothing is stored while a trace runs: the region around decides what waits. `twins` is what
+    this call has stored before: a view of the same numbers in memory, of any shape and order,
+    waits as what they do.
     """
     if storage.keeps or tracer.proxy_is_active() or fakes.is_fake(value):
         return value
