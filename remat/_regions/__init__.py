@@ -7,8 +7,8 @@ of a region; `rules`: runs a call level by level, as nodes of autograd; `forward
 results, what is returned of them, known backwards of one program; `short_way`: these under one level
 of torch.func; `run_backward`: what a backward reads (`ctx`), runs, frees, and its errors; `traced`:
 the traced region, and those derived from it; `derived_forwards`: their forwards, what is saved found
-again, DTensors' parts; `tangents`: duals, which outputs move, one program for both; `opening`:
-programs that lower levels differentiate; `functions`: flat functions for another trace, pullback,
+again, DTensors' parts, duals, one program for outputs and tangents; `opening`: programs that lower
+levels differentiate; `functions`: flat functions for another trace, pullback,
 pushforward, map; `waiting`: saved values and inputs, stored and resumed; `prefetch`: restored early;
 `out_of_memory`: reports what regions held.
 """

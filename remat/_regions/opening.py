@@ -13,10 +13,10 @@ from remat._graph.numbering import same_outputs
 from remat._graph.values import Graph, Ref, prune
 from remat._partition.cut import backward_graph, cut, forward_graph
 from remat._partition.stages import Stages
+from remat._regions.derived_forwards import moved_outputs
 from remat._regions.forwards import Forward
 from remat._regions.functions import Function, Roots, if_derivable
 from remat._regions.protocol import Call, Opened
-from remat._regions.tangents import moved_outputs
 from remat._torch import autograd, levels, schemas
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from remat._errors import refusal
 from remat._graph.meta import TensorMeta, layout_of
 from remat._regions import out_of_memory, prefetch
+from remat._regions.derived_forwards import dual, primal_of, unpack_dual, unpacked
 from remat._regions.forwards import FastPath, Followed, Results, latest, make_views
 from remat._regions.functions import Batch
 from remat._regions.opening import opened_for
@@ -33,7 +34,6 @@ from remat._regions.run_backward import (
     run_freeing,
     second_derivative,
 )
-from remat._regions.tangents import dual, primal_of, unpack_dual, unpacked
 from remat._regions.waiting import joints_of, store_inputs
 from remat._switches import blocks
 from remat._switches.numerics import Numerics
@@ -66,7 +66,7 @@ def bind_all(
             return run_fast(call, levels.unwrap_dead(tensors)), ()
         results = _run_quietly(call, levels.unwrap_dead(tensors), save=False)
     else:
-        results = _run(call, tensors, save=False)
+        results = run(call, tensors, save=False)
     return returned_by(call, results.outputs, tensors), results.mutations
 
 
@@ -88,12 +88,7 @@ def run_fast(call: Call, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
     return outputs if views is None else make_views(views, outputs, operands)
 
 
-def run_saving(call: Call, tensors: Sequence[Tensor]) -> Results:
-    """Runs the region's forward, and returns what its backward will read to the caller."""
-    return _run(call, tensors, save=True)
-
-
-def _run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
+def run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     """Runs the region's forward below all active transforms, and applies their rules."""
     tensors = levels.unwrap_dead(tensors)
     found = levels.current_interpreter()
@@ -123,7 +118,7 @@ def _run_opened(call: Call, opened: Opened, tensors: Sequence[Tensor]) -> Result
     count, below = opened.num_outputs, call.of(opened.region)
     below = below._replace(is_borrowing=True)
     if count is None:
-        return _run(below, tensors, save=False)
+        return run(below, tensors, save=False)
     found = _present(bind(below, tensors))
     return Results(found[:count], saved=found[count:])
 
@@ -208,7 +203,7 @@ def _run_under_grad(
         return recording.redeem(outputs)
     below = [levels.unwrap_at(tensor, level) for tensor in operands]
     with levels.lowered(interpreter):
-        results = _run(call, [*leading, *below], save)
+        results = run(call, [*leading, *below], save)
     outputs = [levels.wrap_at(tensor, level) for tensor in results.outputs]
     return results._replace(outputs=outputs)
 
@@ -251,20 +246,20 @@ def _primal_and_tangents(
     region, skip = call.region, call.region.num_leading
     has_tangent = tuple(tangent is not None for tangent in tangents[skip:])
     if not any(has_tangent):
-        return _run(call, primals, save), {}
+        return run(call, primals, save), {}
     given = [tangent for tangent in tangents[skip:] if tangent is not None]
     pushed = region.pushed(call.roots, has_tangent, save)
     if pushed is None:
         return _primal_then_tangents(call, primals, (has_tangent, given), save)
     if not pushed.moved:
         # The function returns views of operands alone, which carry their own tangents.
-        return _run(call, primals, save), {}
+        return run(call, primals, save), {}
     below, tensors = call.of(pushed.region), [*primals, *given]
     if region.keeps and not save:
         returned, mutations = bind_all(below, tensors)
         results = Results((), mutations)
     else:
-        results = _run(below, tensors, save)
+        results = run(below, tensors, save)
         returned = returned_by(below, results.outputs, tensors)
     count = len(returned) - len(pushed.moved)
     flows = results.flows and results.flows[:count]
@@ -280,7 +275,7 @@ def _primal_then_tangents(
 ) -> tuple[Results, dict[int, Tensor]]:
     """The same for a region that cannot compute outputs and tangents in one run."""
     has_tangent, given = moving
-    results = _run(call, primals, save)
+    results = run(call, primals, save)
     derived, _ = call.region.jvp(call.roots, has_tangent, 0)
     operands = primals[call.region.num_leading :]
     found = bind(call.of(derived), [*operands, *given])
@@ -310,7 +305,7 @@ def _run_under_vmap(
             return _run_opened(call, opened, tensors)
     with interpreter.lower():
         if all(dim is None for dim in dims) and not draws_apart:
-            return _run(call, physical, save)
+            return run(call, physical, save)
         metas = tuple(
             TensorMeta.of_whole(
                 tensor, requires_grad=levels.requires_grad_anywhere(tensor)
@@ -324,7 +319,7 @@ def _run_under_vmap(
             outputs, mutations = bind_all(below, physical)
             results = Results(_present(outputs), mutations)
         else:
-            results = _run(below, physical, save)
+            results = run(below, physical, save)
     dims = [0] * len(results.flat) if batched.dims is None else batched.dims
     wrapped = levels.wrap_batched(results.flat, dims, level)
     return Results.of(results.shape, wrapped, results.flows)
@@ -359,7 +354,7 @@ class _Recording:
             level = interpreter.level()
             below = [levels.unwrap_at(tensor, level) for tensor in operands]
             with levels.lowered(interpreter):
-                self.results = _run(self.call, [*self.leading, *below], save=True)
+                self.results = run(self.call, [*self.leading, *below], save=True)
         return self.results
 
     def run_ahead(self, operands: Sequence[Tensor]) -> list[Tensor]:

@@ -35,8 +35,11 @@ from remat._regions.derived_forwards import (
     backward_given,
     mapped_given,
     mapped_in_parts,
+    moved_outputs,
+    push,
     require_parts,
     state_metas,
+    tangent_metas,
 )
 from remat._regions.forwards import Calls, FastPath, Forward, placements_of
 from remat._regions.functions import (
@@ -57,7 +60,6 @@ from remat._regions.opening import (
     unmapped_outputs,
 )
 from remat._regions.protocol import Asked, Batched, Opened, Pushed
-from remat._regions.tangents import moved_outputs, push, tangent_metas
 from remat._switches.numerics import Numerics
 from remat.policies import AbstractPolicy, nothing_saveable
 from remat.policies._budget import for_derived

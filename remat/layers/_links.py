@@ -18,7 +18,7 @@ from remat._graph.meta import TensorMeta, layout_of
 from remat._regions.forwards import Forward, make_views
 from remat._regions.functions import Pull, Roots, pullback
 from remat._regions.protocol import Asked, Call
-from remat._regions.rules import bind_all, returned_by, run_saving
+from remat._regions.rules import bind_all, returned_by, run
 from remat._regions.traced import TracedRegion
 from remat._regions.waiting import resumed
 from remat._switches.numerics import Numerics
@@ -355,12 +355,12 @@ class Pass:
         if not save:
             return lambda tensors: (*bind_all(call, tensors), ())
 
-        def run(tensors: Sequence[Tensor]) -> _Ran:
-            results = run_saving(call, tensors)
+        def saving(tensors: Sequence[Tensor]) -> _Ran:
+            results = run(call, tensors, save=True)
             returned = returned_by(call, results.outputs, tensors)
             return returned, results.mutations, results.saved
 
-        return run
+        return saving
 
 
 def _run_of(call: Call, forward: Forward) -> _Way:
