@@ -70,18 +70,10 @@ class Results(NamedTuple):
         flows: tuple[bool, ...] | None,
     ) -> Results:
         """The inverse of `flat` and `shape`."""
-        first = shape[0]
-        if first == len(tensors):
-            return cls(tensors, (), (), (), flows)
-        second = first + shape[1]
-        third = second + shape[2]
-        return cls(
-            tensors[:first],
-            tensors[first:second],
-            tensors[second:third],
-            tensors[third:],
-            flows,
-        )
+        rest = iter(tensors)
+        parts = [[*itertools.islice(rest, count)] for count in shape]
+        outputs, mutations, saved, states = parts
+        return cls(outputs, mutations, saved, states, flows)
 
 
 @final
@@ -165,13 +157,8 @@ class Forward:
         return tuple(whole[output] for output in range(self.shape[0]))
 
     @property
-    def is_one_run(self) -> bool:
-        """Whether a call is one run of the program, all of whose outputs have gradients."""
-        return self.is_one_program and self.num_leading == 0
-
-    @property
     def is_one_program(self) -> bool:
-        """The same, where it may read tensors before the operands."""
+        """Whether a call is one run of the program, all of whose outputs have gradients."""
         return self.is_alone and self.shape[1] == 0 and self.flows is None
 
     @property

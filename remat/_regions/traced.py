@@ -223,8 +223,8 @@ class TracedRegion:
     @_once
     def _fast_path(self, roots: Roots) -> FastPath | None:
         forward = self.forward(roots, save=True)
-        is_one_run = forward.is_one_run and not self.inputs
-        return FastPath.of(forward, self.views) if is_one_run else None
+        is_more = forward.num_leading or self.inputs or not forward.is_one_program
+        return None if is_more else FastPath.of(forward, self.views)
 
     @_once
     def opened(
