@@ -8,7 +8,7 @@ from torch import nn
 
 from remat import _captures
 from remat._calls.signature import CallSite
-from remat._partition.analysis import Analysis, bytes_of
+from remat._partition.analysis import Analysis
 from remat._partition.budgets import no_remat_bytes
 from remat._partition.stages import Stages
 from remat._programs.program import Program
@@ -186,8 +186,7 @@ def _useless(stages: Stages, policy: AbstractPolicy) -> _Advice:
     # is smaller, or elsewhere.
     if policy.is_whole or stages.storages:
         return
-    saved = bytes_of(stages.joint.graph, stages.cut.saved)
-    plain = no_remat_bytes(stages.analysis)
+    saved, plain = stages.saved_bytes, no_remat_bytes(stages.analysis)
     if plain > 0 and saved >= plain:
         yield (
             "useless",

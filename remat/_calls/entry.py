@@ -81,10 +81,8 @@ class Entry:
         tensors = self.covered.gather(roots)
         if not tensors or (self.guard is not None and self.guard(*tensors)):
             return tensors
-        for tensor, meta in zip(tensors, self.captured, strict=True):
-            if layout_of(tensor) != meta.layout:
-                return None
-        return tensors
+        layouts = [meta.layout for meta in self.captured]
+        return tensors if [*map(layout_of, tensors)] == layouts else None
 
     def call_quietly(
         self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics

@@ -81,13 +81,9 @@ class Family:
         """Traces each size from now on: with symbols the function cannot be traced."""
         self.is_static = True
         first = str(error).partition("\n")[0].rstrip(". ")
-        warn(
-            where=where,
-            what="is traced for each size, in spite of dynamic_shapes=True.",
-            why=f"With symbols for sizes the trace fails: {first}.",
-            do="Leave `dynamic_shapes` out, or keep what needs a size as a number "
-            "out of the function.",
-        )
+        why = f"With symbols for sizes the trace fails: {first}."
+        do = "or keep what needs a size as a number out of the function"
+        _warn(where, "for each size", why, f"Leave `dynamic_shapes` out, {do}.")
 
 
 _FIXED = (
@@ -101,10 +97,9 @@ _MANY = (
 )
 
 
-def _warn(where: str, traced: str, why: str) -> None:
-    warn(
-        where=where,
-        what=f"is traced {traced}, in spite of dynamic_shapes=True.",
-        why=why,
-        do="Compute with x.shape, or leave `dynamic_shapes` out.",
-    )
+_DO = "Compute with x.shape, or leave `dynamic_shapes` out."
+
+
+def _warn(where: str, traced: str, why: str, do: str = _DO) -> None:
+    what = f"is traced {traced}, in spite of dynamic_shapes=True."
+    warn(where=where, what=what, why=why, do=do)

@@ -12,7 +12,7 @@ from typing import final
 
 from remat._graph.joint import Joint
 from remat._graph.values import label
-from remat._partition.analysis import Analysis, Decisions, analyze
+from remat._partition.analysis import Analysis, Decisions, analyze, bytes_of
 from remat._partition.cut import Cut, cut, permitted_members
 from remat._partition.decide import decide
 from remat.policies import AbstractPolicy
@@ -54,6 +54,11 @@ class Stages:
             for index in self.cut.saved
         )
         return () if all(storage.keeps for storage in storages) else storages
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the saved values, before their storages make them fewer."""
+        return bytes_of(self.joint.graph, self.cut.saved)
 
     def __str__(self) -> str:
         """The joint graph, what may be saved, what is, and what runs again."""

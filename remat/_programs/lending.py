@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat._graph import operators
-from remat._graph.meta import TensorMeta, layout_of
+from remat._graph.meta import layout_of
 from remat._graph.numbering import Numbering
 from remat._graph.values import (
     Building,
@@ -35,6 +35,7 @@ from remat._graph.values import (
     prune,
     roots,
 )
+from remat._partition.analysis import bytes_of
 from remat._partition.peak import peak_of_run
 from remat._torch import autograd, guards, levels
 
@@ -152,9 +153,7 @@ class Lender:
     def _bytes(self, lent: Sequence[int] = ()) -> int:
         """The most bytes that live while it runs, if it returns these values too."""
         graph = _variant(self.graph, (), lent)
-        metas = [value.meta for value in graph.values[: graph.num_inputs]]
-        held = sum(meta.size_bytes for meta in metas if isinstance(meta, TensorMeta))
-        return held + peak_of_run(graph)
+        return bytes_of(graph, range(graph.num_inputs)) + peak_of_run(graph)
 
     def _run(self, taken: tuple[int, ...], lent: frozenset[int]) -> _Run:
         key = taken, lent

@@ -4,11 +4,11 @@ Nothing is recorded in advance. When the error passes, the autograd graph below 
 that failed says which regions have not run their backward yet, and what each saved.
 """
 
-import dataclasses
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def note(error: RuntimeError, phase: str, call: Call, nodes: Iterable[Any]) -> N
     # On an accelerator, or the CPU.
     is_found = isinstance(error, torch.OutOfMemoryError)
     if (is_found or "can't allocate memory" in str(error)) and not is_noted:
-        error.add_note(_shortage_text(phase, call, list(_values(nodes))))
+        error.add_note(_shortage_text(phase, call, _values(nodes)))
 
 
 def name_of(function: Any) -> str:
@@ -42,29 +42,22 @@ def name_of(function: Any) -> str:
     return getattr(found, "__qualname__", None) or type(found).__name__
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Value:
-    """A tensor that a region held: by whom, what it is called, and its bytes."""
-
-    region: str
-    label: str
-    size_bytes: int
+# A tensor that a region held: by whom, what it is called, and its bytes.
+_Held = tuple[str, str, int]
 
 
-def _shortage_text(phase: str, call: Call, values: list[_Value]) -> str:
-    total = sum(value.size_bytes for value in values)
-    regions = dict.fromkeys(value.region for value in values)
+def _shortage_text(phase: str, call: Call, values: Iterable[_Held]) -> str:
+    regions = Counter[str]()
+    sizes: dict[tuple[str, str], list[int]] = {}
+    for region, label, size in values:
+        regions[region] += size
+        sizes.setdefault((region, label), []).append(size)
     lines = [
         f"{_FIRST} in the {phase} of the region {name_of(call.roots[0])}. Regions whose "
-        f"backward was still to come held {show_size(total)} beyond parameters and data:"
+        f"backward was still to come held {show_size(regions.total())} beyond parameters and "
+        "data:",
+        *(f"  {region}: {show_size(size)}" for region, size in regions.items()),
     ]
-    for region in regions:
-        own = sum(value.size_bytes for value in values if value.region == region)
-        lines.append(f"  {region}: {show_size(own)}")
-    sizes: dict[tuple[str, str], list[int]] = {}
-    for value in values:
-        sizes.setdefault((value.region, value.label), []).append(value.size_bytes)
     rows = sorted(sizes.items(), key=lambda row: -sum(row[1]))
     lines += ["The largest values:"] if rows else []
     for (region, label), found in rows[:_MOST_VALUES]:
@@ -77,7 +70,7 @@ def _shortage_text(phase: str, call: Call, values: list[_Value]) -> str:
     return "\n".join(lines)
 
 
-def _values(nodes: Iterable[Any]) -> Iterator[_Value]:
+def _values(nodes: Iterable[Any]) -> Iterator[_Held]:
     """What the calls of regions below these nodes hold, each storage once."""
     seen: set[int] = set()
     for node in _nodes_below(nodes):
@@ -96,7 +89,7 @@ def _values(nodes: Iterable[Any]) -> Iterator[_Value]:
             seen |= keys.keys()
             if size:
                 text = f"{label} {TensorMeta.of(tensor)}".strip()
-                yield _Value(name_of(call.roots[0]), text, size)
+                yield name_of(call.roots[0]), text, size
 
 
 def _nodes_below(nodes: Iterable[Any]) -> Iterator[Any]:
