@@ -11,7 +11,7 @@ import contextlib
 import types
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 from torch import Tensor
 
@@ -175,19 +175,7 @@ def _equality(value: str, const: object, constants: _Constants) -> str:
     if isinstance(const, type):
         return f"{value} is {name}"
     new = constants.temporary()
-    kind = type(const)
-    if kind in {int, str, bytes, frozenset} or (
-        kind is float and const == const and const
-    ):
-        rest = f"type({new}) is {kind.__name__} and {new} == {name}"
-    elif kind is tuple and len(cast("tuple[object, ...]", const)) <= 16:
-        items = cast("tuple[object, ...]", const)
-        parts = [f"type({new}) is tuple and len({new}) == {len(items)}"]
-        parts += [_equality(f"{new}[{i}]", v, constants) for i, v in enumerate(items)]
-        rest = " and ".join(parts)
-    else:
-        rest = f"same({new}, {name})"
-    return f"(({new} := {value}) is {name} or {rest})"
+    return f"(({new} := {value}) is {name} or same({new}, {name}))"
 
 
 @final

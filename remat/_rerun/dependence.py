@@ -100,36 +100,17 @@ def _unheld() -> int:
     return _references_of_leaf(made.grad_fn.next_functions[0][0])
 
 
-def require_own(
-    outputs: Sequence[Tensor],
-    given: Sequence[Tensor],
-    engine: fully_shard.Engine | None,
-    made: Set[int],
-) -> None:
-    """Refuses outputs of a run in the backward that depend on the run in the forward.
-
-    A function may keep a tensor where it cannot be put back (a cache of functools). That
-    tensor depends on the stand-ins of the forward's run: the gradient would end there.
-    """
-    if all(each.is_leaf for each in given):
-        dependent_outputs(outputs, given, engine, made)
-
-
-def guard_against_others(leaves: Sequence[Tensor]) -> None:
+def guard_against_others(leaves: Sequence[Tensor], *, accumulates: bool) -> None:
     """Has a backward fail if it reaches the leaves other than through the outputs.
 
     A tensor that the function left somewhere (in a list, by a hook) holds the graph of the
-    run, which ends in leaves whose gradients nobody reads.
+    run, which ends in leaves whose gradients nobody reads. Fails, too, if a hook has called
+    `backward` on the run's own graph, unless an engine `accumulates` gradients there.
     """
     for leaf in leaves:
         if leaf.requires_grad:
             leaf.register_hook(_refuse_lost_gradient)  # pyright: ignore[reportUnknownMemberType]
-
-
-def require_no_other_gradient(leaves: Sequence[Tensor]) -> None:
-    """Has a run fail in which a hook of the function has called `backward` on its own graph."""
-    for leaf in leaves:
-        if leaf.is_leaf and leaf.grad is not None:
+        if leaf.is_leaf and leaf.grad is not None and not accumulates:
             _refuse_lost_gradient(leaf.grad)
 
 

@@ -36,7 +36,7 @@ from remat._errors import (
 from remat._regions.protocol import Call
 from remat._regions.rules import bind
 from remat._rerun import fully_shard
-from remat._rerun.dependence import require_nothing_hidden, require_own
+from remat._rerun.dependence import dependent_outputs, require_nothing_hidden
 from remat._rerun.region import Rerun
 from remat._rerun.state import RunState
 from remat._switches.numerics import Numerics
@@ -208,9 +208,11 @@ class _FlatCall:
             returned, self.returned = trees.Frame.of((result, stored))
             # A captured tensor that no operator met is returned as it is.
             found = [stand_ins.get(id(each), each) for each in returned]
-            if is_again:
-                require_own(found, tensors, self.reach.engine, self.state.made)
-            else:
+            if is_again and all(each.is_leaf for each in tensors):
+                # What the function kept in the forward (in a cache of functools) depends on the
+                # stand-ins of that run: the gradient would end there.
+                dependent_outputs(found, tensors, self.reach.engine, self.state.made)
+            elif not is_again:
                 self.constants.settle(self.state.used, self.state.kept)
                 self.state.used.clear()
                 self._note_changed(tensors, found)

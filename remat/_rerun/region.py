@@ -26,7 +26,6 @@ from remat._rerun import fully_shard
 from remat._rerun.dependence import (
     dependent_outputs,
     guard_against_others,
-    require_no_other_gradient,
     variables,
 )
 from remat._rerun.state import RunState
@@ -84,9 +83,7 @@ class Rerun(WithoutProgram):
             bits = dependent_outputs(
                 outputs, leaves, self.state.engine, self.state.made
             )
-            guard_against_others(leaves)
-            if not self.state.engine:  # which has its gradients accumulated there
-                require_no_other_gradient(leaves)
+            guard_against_others(leaves, accumulates=self.state.engine is not None)
             if self.state.dependent_outputs is None and self.is_primal:
                 self.state.dependent_outputs = bits
             # Unseen by a trace around it, which would take these for the user's own.

@@ -81,15 +81,9 @@ class Numerics(NamedTuple):
             stack.enter_context(self.settled())
             stack.enter_context(modes.with_default_device(self.default_device))
             for device in _devices():
-                dtype = dict(self.autocast).get(device)
-                enabled = dtype is not None
+                dtype, cache = dict(self.autocast).get(device), self.autocast_cache
                 stack.enter_context(
-                    torch.autocast(
-                        device,
-                        dtype=dtype,
-                        enabled=enabled,
-                        cache_enabled=self.autocast_cache,
-                    )
+                    torch.autocast(device, dtype, dtype is not None, cache)
                 )
             if self.autocast:
                 torch.clear_autocast_cache()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from torch import nn
@@ -27,11 +27,11 @@ from remat._tracing.refusals import driven
 
 # Each module of torch's that has such classes, and their names. What has not been imported
 # has no instances.
-_BY_FORWARD = {
-    "torch.nn.parallel": "DistributedDataParallel",
-    "torch.distributed.fsdp": "FullyShardedDataParallel",
-}
-_BY_HOOKS = {"torch.distributed.fsdp": "FSDPModule"}
+_BY_FORWARD = (
+    ("torch.nn.parallel", "DistributedDataParallel"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+)
+_BY_HOOKS = (("torch.distributed.fsdp", "FSDPModule"),)
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def around_driven(
     `enter` goes before the engine's own hooks, and `leave` before those that let go of the
     gathered parameters.
     """
-    kinds = _imported_engines(_BY_FORWARD) + _imported_engines(_BY_HOOKS)
+    kinds = _imported_engines(_BY_FORWARD + _BY_HOOKS)
     thread = threading.get_ident()
 
     def is_meant(module: nn.Module) -> bool:
@@ -96,9 +96,6 @@ def around_driven(
             handle.remove()
 
 
-def _imported_engines(classes: dict[str, str]) -> tuple[type, ...]:
-    return tuple(
-        getattr(sys.modules[module], name)
-        for module, name in classes.items()
-        if module in sys.modules and hasattr(sys.modules[module], name)
-    )
+def _imported_engines(classes: Iterable[tuple[str, str]]) -> tuple[type, ...]:
+    found = (getattr(sys.modules.get(module), name, None) for module, name in classes)
+    return tuple(each for each in found if each is not None)
