@@ -29,11 +29,11 @@ from remat._tracing.engines import require_no_engine
 from remat._tracing.open_sizes import Fixed, Template, trace_open
 from remat._tracing.refusals import gains_gradient
 from remat._tracing.side_effects import (
+    on_error,
     require_no_effects,
     require_nothing_left,
-    taken_out_on_error,
+    take_out,
     undone,
-    undone_on_error,
 )
 from remat._tracing.thread import is_taken_whole, substituting
 from remat._tracing.trace import Flat, Request, Traced, trace
@@ -151,13 +151,13 @@ def _trace_call(
     require_no_engine(roots[0])
     survey = _captures.Survey(roots)
     flattened = Flattened(signature.layout, len(signature.tensors), changed)
-    with undone_on_error(survey), python_and_numpy.told(where):
+    with on_error(survey.restore), python_and_numpy.told(where):
         traced, reads, template = _run_trace(
             site, survey, flattened, fixed, like_outputs
         )
         output = flattened.output
         assert output is not None, "a trace calls the function"
-        with taken_out_on_error(traced.fakes):
+        with on_error(lambda: take_out(traced.fakes)):
             if flattened.gained:
                 raise _GainedGradient(flattened.gained)
             # A trace around would take the look for one of the user's.

@@ -186,21 +186,6 @@ def backward(
     function(outputs, cotangents, inputs=inputs)
 
 
-def fills_shares(device: torch.device) -> bool:
-    """Whether torch fills, on a device, the gradient that the largest elements share.
-
-    Its `evenly_distribute_backward` (torch/csrc/autograd/FunctionsManual.cpp) returns
-    `mask * (grad / mask.sum())` `if (any_tensor_subclass_like || input.is_cuda())`, else zeros
-    in which the share is filled. A negative share times 0 is -0.0, which shows what it did.
-    Obsolete when it has one formula.
-    """
-    # From the source alone: no test runs where it multiplies.
-    with torch.enable_grad():
-        x = torch.tensor([0.0, 1.0], device=device, requires_grad=True)
-        (gradient,) = torch.autograd.grad(x.max().neg(), x)
-    return not gradient[0].signbit().item()
-
-
 def is_plain_autograd() -> bool:
     """Whether this thread has no transform, no forward mode and no trace by `make_fx`."""
     return (

@@ -21,14 +21,7 @@ from remat._graph import operators
 from remat._graph.meta import Meta, TensorMeta, device_of
 from remat._graph.values import Ref, Value
 from remat._switches.numerics import Numerics
-from remat._torch import (
-    autograd,
-    isolation,
-    levels,
-    sizes,
-    taking_functions,
-    tracer,
-)
+from remat._torch import isolation, levels, sizes, taking_functions, tracer
 from remat._tracing import in_place_operators, naming, taken_functions
 
 _aten = torch.ops.aten
@@ -113,15 +106,21 @@ class _Annotated(fx.Interpreter):
 
 @functools.cache
 def _fills_shares(device: torch.device) -> bool:
-    """Whether torch fills the derivative of max() on a device, where it is asked.
+    """Whether torch fills, on a device, the gradient that the largest elements share.
 
-    A device that is not here computes nothing either way.
+    Its `evenly_distribute_backward` (torch/csrc/autograd/FunctionsManual.cpp) returns
+    `mask * (grad / mask.sum())` `if (any_tensor_subclass_like || input.is_cuda())`, else zeros
+    in which the share is filled. A negative share times 0 is -0.0, which shows what it did.
+    A device that is not here computes nothing either way. Obsolete when it has one formula.
     """
     here = torch.accelerator.current_accelerator(check_available=True)
     if device.type not in ("cpu", here and here.type):
         return False
-    with isolation.isolated():
-        return autograd.fills_shares(device)
+    # From the source alone: no test runs where it multiplies.
+    with isolation.isolated(), torch.enable_grad():
+        x = torch.tensor([0.0, 1.0], device=device, requires_grad=True)
+        (gradient,) = torch.autograd.grad(x.max().neg(), x)
+        return not gradient[0].signbit().item()
 
 
 def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.GraphModule:

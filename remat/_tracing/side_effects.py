@@ -13,7 +13,7 @@ import gc
 import itertools
 import types
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -28,23 +28,20 @@ _FILL = "If the first call fills a cache, make one inside `with remat.disabled()
 _DEPTH = 4  # of containers in a cache or in a returned object, a heuristic
 
 
-@contextlib.contextmanager
-def undone(roots: tuple[object, ...]) -> Generator[None]:
+def undone(roots: tuple[object, ...]) -> contextlib.AbstractContextManager[Any]:
     """Undoes assignments that are made inside to objects that these roots reach."""
-    found = Survey(roots)
-    try:
-        yield
-    finally:
-        found.restore()
+    stack = contextlib.ExitStack()
+    stack.callback(Survey(roots).restore)
+    return stack
 
 
 @contextlib.contextmanager
-def undone_on_error(found: Survey) -> Generator[None]:
-    """Undoes assignments to the surveyed objects if the body raises."""
+def on_error(call: Callable[[], None]) -> Generator[None]:
+    """Calls a function if the body raises, such as one that undoes what the body did."""
     try:
         yield
     except BaseException:
-        found.restore()
+        call()
         raise
 
 
@@ -156,28 +153,19 @@ def _left_behind(fakes: Sequence[weakref.ref[Tensor]]) -> tuple[Tensor, ...]:
     return tuple(each for each in alive if id(each) in held)
 
 
-@contextlib.contextmanager
-def taken_out_on_error(fakes: Sequence[weakref.ref[Tensor]]) -> Generator[None]:
-    """Takes these tensors of a trace out of whatever holds them, if the body raises."""
-    try:
-        yield
-    except Exception:
-        _take_out(_left_behind(fakes))
-        raise
-
-
 def _referrers(things: Sequence[object]) -> list[Any]:
     """The objects that hold one of these, but for frames."""
     found = gc.get_referrers(*things) if things else []
     return [each for each in found if not isinstance(each, types.FrameType)]
 
 
-def _take_out(tensors: Sequence[Tensor]) -> None:
-    """Takes tensors out of what holds them, alone or in tuples.
+def take_out(fakes: Sequence[weakref.ref[Tensor]]) -> None:
+    """Takes these tensors of a trace out of what holds them, alone or in tuples.
 
     An entry of a dict goes, and so does an element of a list. An attribute, or a module's
     global, becomes None, as one is that is filled when it is first asked for.
     """
+    tensors = _left_behind(fakes)
     holders = _referrers(tensors)
     tuples: list[Any] = [each for each in holders if type(each) is tuple]
     around = _referrers(tuples)

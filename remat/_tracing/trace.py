@@ -29,7 +29,7 @@ from remat._torch.sizes import OpenSizes, shape_env_of
 from remat._tracing import collectives, engines, importing, in_place_operators, refusals
 from remat._tracing.aliases import choose_outputs, copy_custom_aliases
 from remat._tracing.importing import Note
-from remat._tracing.side_effects import taken_out_on_error
+from remat._tracing.side_effects import on_error, take_out
 from remat._tracing.thread import (
     Running,
     UserCalls,
@@ -104,7 +104,7 @@ def trace(request: Request) -> Traced:
         running.mode,
     ):
         run = _Run(request, running)
-        with taken_out_on_error(running.fakes):
+        with on_error(lambda: take_out(running.fakes)):
             module = _record_run(run)
             return _finish_trace(run, module)
 
