@@ -191,21 +191,7 @@ class _Writer:
         for spot in spots:
             self._reads.setdefault(spot.parent, []).append(str(spot.step[1]))
 
-    def require(self, clause: str) -> None:
-        """Writes a condition on which the function goes on."""
-        self.lines.append(f"if not ({clause}): return None")
-
-    def place(self, spot: Spot) -> str:
-        """The expression for the value at a spot."""
-        return self._holder(spot) + KINDS[spot.step[0]].item.format(self._key(spot))
-
-    def absence(self, spot: Spot) -> str:
-        """The condition that nothing stands at a spot."""
-        if spot.step[0] in {"attr", "inherited"}:
-            return f"not hasattr({self._holder(spot)}, {spot.step[1]!r})"
-        return f"{self._key(spot)} not in {self._holder(spot)}"
-
-    def _holder(self, spot: Spot) -> str:
+    def holder(self, spot: Spot) -> str:
         """The name of the object that holds the spot, which a line binds at its first use."""
         owner = "roots" if spot.parent < 0 else f"v{spot.parent}"
         kind = KINDS[spot.step[0]]
@@ -219,22 +205,15 @@ class _Writer:
             self.line_reads[len(self.lines) + 2] = tuple(self._reads[spot.parent])
         return self._holders[text]
 
-    def _key(self, spot: Spot) -> str:
+    def key(self, spot: Spot) -> str:
         """The key of a spot's step, written out or as a constant."""
         kind, key = spot.step
-        if kind in {"attr", "inherited"}:
+        if kind in _BY_NAME:
             return str(key)
         return repr(key) if type(key) in {str, int} else self.constants.name(key)
 
-    def function(self, result: str) -> Callable[[tuple[object, ...]], Any]:
-        """The function that the lines make, which ends with `result`."""
-        self.lines.append(f"return {result}")
-        body = "".join(f"  {line}\n" for line in self.lines)
-        text = f"def check(roots):\n try:\n{body} except NOT_THERE: return None\n"
-        space = self.constants.space
-        space["LINE_READS"] = self.line_reads
-        exec(compile(text, GENERATED, "exec"), space)
-        return space.pop("check")
+
+_BY_NAME = frozenset({"attr", "inherited"})
 
 
 def _generate_check(
@@ -245,15 +224,25 @@ def _generate_check(
     bound = {spot.parent for spot in spots} | set(fetched)
     bound |= {spot.rule.spot for spot in spots if isinstance(spot.rule, SameAs)}
     for index, spot in enumerate(spots):
-        if spot.rule is ABSENT:
-            writer.require(writer.absence(spot))
-            continue
-        place = writer.place(spot)
-        if index in bound:
-            writer.lines.append(f"v{index} = {place}")
-            place = f"v{index}"
-        writer.require(clause(spot.rule, place, writer.constants))
-    return writer.function(f"({''.join(f'v{index}, ' for index in fetched)})")
+        kind, holder, key = spot.step[0], writer.holder(spot), writer.key(spot)
+        if spot.rule is ABSENT and kind in _BY_NAME:
+            condition = f"not hasattr({holder}, {key!r})"
+        elif spot.rule is ABSENT:
+            condition = f"{key} not in {holder}"
+        else:
+            place = holder + KINDS[kind].item.format(key)
+            if index in bound:
+                writer.lines.append(f"v{index} = {place}")
+                place = f"v{index}"
+            condition = clause(spot.rule, place, writer.constants)
+        writer.lines.append(f"if not ({condition}): return None")
+    writer.lines.append(f"return ({''.join(f'v{index}, ' for index in fetched)})")
+    body = "".join(f"  {line}\n" for line in writer.lines)
+    text = f"def check(roots):\n try:\n{body} except NOT_THERE: return None\n"
+    space = writer.constants.space
+    space["LINE_READS"] = writer.line_reads
+    exec(compile(text, GENERATED, "exec"), space)
+    return space.pop("check")
 
 
 @final

@@ -93,20 +93,25 @@ def _is_0d_index(part: Any) -> bool:
 
 
 def _item_at(tensor: Tensor, parts: tuple[Any, ...]) -> Tensor:
-    place = next((k for k, part in enumerate(parts) if _is_0d_index(part)), None)
-    if place is None:
-        return tensor[parts] if parts else tensor
-    dim = _dimension(tensor, parts, place)
-    found = torch.ops.aten.index.Tensor(tensor, [*[None] * dim, parts[place]])
-    return _item_at(found, (*parts[:place], *parts[place + 1 :]))
+    found = torch.ops.aten.index.Tensor(tensor, _numbers(tensor, parts, _width))
+    others = tuple(part for part in parts if not _is_0d_index(part))
+    return found[others] if others else found
 
 
-def _dimension(tensor: Tensor, parts: tuple[Any, ...], place: int) -> int:
-    """The dimension of the tensor that a part of the index is for."""
-    before = sum(map(_width, parts[:place]))
-    if any(part is Ellipsis for part in parts[:place]):
-        return tensor.dim() - sum(map(_width, parts[place:]))
-    return before
+def _numbers(
+    tensor: Tensor, parts: tuple[Any, ...], width: Callable[[Any], int]
+) -> list[Tensor | None]:
+    """For each dimension of a tensor, whose `width` each part takes, the number that stands there."""
+    numbers: list[Tensor | None] = []
+    for place, part in enumerate(parts):
+        if part is Ellipsis:
+            after = sum(map(width, parts[place + 1 :]))
+            numbers += [None] * (tensor.dim() - after - len(numbers))
+        elif _is_0d_index(part):
+            numbers.append(part)
+        else:
+            numbers += [None] * width(part)
+    return numbers
 
 
 def _width(part: Any) -> int:
@@ -120,15 +125,7 @@ def _width(part: Any) -> int:
 
 def _set_item(tensor: Tensor, parts: tuple[Any, ...], value: Any) -> None:
     view = tensor[tuple(slice(None) if _is_0d_index(part) else part for part in parts)]
-    numbers: list[Tensor | None] = []
-    for place, part in enumerate(parts):
-        if part is Ellipsis:
-            after = sum(map(_kept, parts[place + 1 :]))
-            numbers += [None] * (view.dim() - after - len(numbers))
-        elif _is_0d_index(part):
-            numbers.append(part)
-        else:
-            numbers += [None] * _kept(part)
+    numbers = _numbers(view, parts, _kept)
     given = value if isinstance(value, Tensor) else view.new_full((), value)
     torch.ops.aten.index_put_.default(view, numbers, given.to(view.dtype))
 
