@@ -335,7 +335,7 @@ def without_data(tree: Any, where: str) -> Generator[Any]:
         with isolation.isolated(), fakes.faked(tree) as faked:
             yield faked
     except RuntimeError as error:
-        if not fakes.needs_values(error):
+        if not fakes.lacking(error):
             raise
         raise _needs_numbers(where) from error
 

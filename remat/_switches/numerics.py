@@ -101,9 +101,7 @@ class Numerics(NamedTuple):
             self.put_in_force()
             with contextlib.ExitStack() as stack:
                 for device, dtype in found.autocast:
-                    stack.enter_context(
-                        torch.autocast(device, dtype=dtype, enabled=False)
-                    )
+                    stack.enter_context(torch.autocast(device, dtype, enabled=False))
                 yield
         finally:
             found.put_in_force()

@@ -239,50 +239,37 @@ def _zeros_like_fake(fake: Tensor) -> Tensor:
     return zeros.requires_grad_(fake.requires_grad)
 
 
-# What tracing raises when a function needs the values of a tensor.
-UNTRACEABLE = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.UnsupportedFakeTensorException,
-    fake_tensor.UnsupportedOperatorException,
+_OF_VMAP = "We do not support batching operators that can support dynamic shape"
+_OUTSIDE = "Please convert all Tensors to FakeTensors first"
+_NO_FAKE = "There was no fake impl registered"
+_VALUES = (
+    "trying to get a value out of a tracing tensor",
+    "Cannot access data pointer of Tensor",
+    "data is not allocated yet",
+    ".numpy() is not supported",
+    "passed to FakeTensor.__format__",
+    "Can't call numpy()",
+    # Nested tensors compute their lengths from values.
+    "does not support tracing with fx.symbolic_trace",
 )
 
 
-_OF_VMAP = "We do not support batching operators that can support dynamic shape"
+def lacking(error: Exception) -> str | None:
+    """What an error says that a trace lacked, None if it says something else.
 
-
-def needs_values(error: Exception) -> bool:
-    """Whether an error says that a trace would have needed data that its fakes lack."""
-    return isinstance(error, UNTRACEABLE) or any(
-        words in str(error)
-        for words in (
-            "trying to get a value out of a tracing tensor",
-            "Please convert all Tensors to FakeTensors first",
-            "Cannot access data pointer of Tensor",
-            "data is not allocated yet",
-            ".numpy() is not supported",
-            "passed to FakeTensor.__format__",
-            _OF_VMAP,
-            "Can't call numpy()",
-            # Nested tensors compute their lengths from values.
-            "does not support tracing with fx.symbolic_trace",
-            "There was no fake impl registered",
-        )
+    A "fake implementation" of an operator of the user's, a "shape" that depends on data, or
+    "values"; or it met a "tensor outside", which is no fake of its mode.
+    """
+    text = str(error)
+    if isinstance(error, fake_tensor.UnsupportedOperatorException) or _NO_FAKE in text:
+        return "fake implementation"
+    if isinstance(error, fake_tensor.DynamicOutputShapeException) or _OF_VMAP in text:
+        return "shape"
+    if _OUTSIDE in text:
+        return "tensor outside"
+    kinds = (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.UnsupportedFakeTensorException,
     )
-
-
-def lacks_a_shape_function(error: Exception) -> bool:
-    """Whether an error says that an operator of the user's has no fake implementation."""
-    is_unknown = isinstance(error, fake_tensor.UnsupportedOperatorException)
-    return is_unknown or "There was no fake impl registered" in str(error)
-
-
-def needs_values_for_a_shape(error: Exception) -> bool:
-    """Whether an error says that the shape of a result depends on data."""
-    is_of_fakes = isinstance(error, fake_tensor.DynamicOutputShapeException)
-    return is_of_fakes or _OF_VMAP in str(error)
-
-
-def met_a_tensor_outside(error: Exception) -> bool:
-    """Whether an error says that a trace met a tensor that is no fake of its mode."""
-    return "Please convert all Tensors to FakeTensors first" in str(error)
+    is_known = isinstance(error, kinds) or any(words in text for words in _VALUES)
+    return "values" if is_known else None

@@ -279,7 +279,7 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
             "anyway; or import checkpoint from remat.interop.torch, which makes a "
             "region inside the region.",
         )
-    if is_backward and fakes.met_a_tensor_outside(error):
+    if is_backward and fakes.lacking(error) == "tensor outside":
         return refusal(
             CapturedTensorError,
             where=line_of(error) or "the function",
@@ -290,14 +290,14 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
         )
     if came_through(error, _TAKE_FUNCTIONS):
         return takes_functions(line_of(error) or "the function", str(error))
-    return of_values(error) if fakes.needs_values(error) else None
+    return of_values(error) if fakes.lacking(error) else None
 
 
 def of_a_step(error: Exception, where: str) -> RematError | None:
     """The error for a step of a program that cannot be traced again, made by this line."""
     if came_through(error, _TAKE_FUNCTIONS):
         return takes_functions(where or "the function", str(error))
-    return of_values(error, where) if fakes.needs_values(error) else None
+    return of_values(error, where) if fakes.lacking(error) else None
 
 
 def takes_functions(where: str, why: str) -> TraceError:
@@ -326,11 +326,12 @@ def raises_in_its_trace(error: Exception) -> TraceError:
 
 def of_values(error: Exception, where: str = "") -> TraceError:
     """The error for an operator that needs the values of a tensor, at this line."""
-    if fakes.lacks_a_shape_function(error):
+    lacking = fakes.lacking(error)
+    if lacking == "fake implementation":
         instead = "torch.library.register_fake, which tells the operator's shapes"
     elif came_through(error, _TORCHS_DISTRIBUTIONS):
         instead = "validate_args=False for the distribution"
-    elif fakes.needs_values_for_a_shape(error):
+    elif lacking == "shape":
         instead = (
             "torch.where, x.masked_fill or torch.nonzero_static, which fix the shape"
         )
