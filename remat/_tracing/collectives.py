@@ -9,6 +9,7 @@ which all else here knows how to handle. What goes over the wire is the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def functional_twins() -> Mapping[Any, Callable[..., Any]]:
         namespace[name]: twin for name, twin in _TWINS.items() if name in namespace
     }
     others = set(namespace.values()) - set(found)
-    return {**found, **{op: _refusal_of_collective(op) for op in others}}
+    return {**found, **{op: functools.partial(_refuse, op) for op in others}}
 
 
 def _all_reduce(tensors: Sequence[Tensor], group: Any, op: Any, *_: Any) -> Any:
@@ -120,15 +121,12 @@ _TWINS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _refusal_of_collective(op: Any) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise refusal(
-            TraceError,
-            where=f"a call of torch.distributed that runs {op}",
-            what="cannot be traced.",
-            why="It overwrites or sends tensors in a way that a graph cannot show.",
-            do="Use all_reduce, broadcast, all_gather, all_gather_single, "
-            'reduce_scatter_single or all_to_all_single, or engine="rerun".',
-        )
-
-    return refuse
+def _refuse(op: Any, *_: Any, **__: Any) -> Any:
+    raise refusal(
+        TraceError,
+        where=f"a call of torch.distributed that runs {op}",
+        what="cannot be traced.",
+        why="It overwrites or sends tensors in a way that a graph cannot show.",
+        do="Use all_reduce, broadcast, all_gather, all_gather_single, "
+        'reduce_scatter_single or all_to_all_single, or engine="rerun".',
+    )

@@ -221,9 +221,9 @@ class Imported:
             # See `fakes.fake_mode`: the fake knows better.
             kwargs["device"] = node.meta["val"].device
         if taking_functions.takes_functions(target):
-            if self.is_template:
-                raise taken_functions.with_open_sizes(node)
-            refs, target = taken_functions.applied(node, args, kwargs)
+            refs, target = taken_functions.applied(
+                node, args, kwargs, has_open_sizes=self.is_template
+            )
             args, kwargs = tuple(refs), {}
         args = self._that_count(target, args)
         if target is _aten.mul.Tensor and self._shares_evenly(*args):

@@ -13,7 +13,7 @@ import gc
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -68,8 +68,9 @@ def require_nothing_left(
     leaked = next(iter(_left_behind(fakes)), None)
     if leaked is None:
         return
+    holders = [*_holders(leaked)]
     for returned in statics:
-        if _holds(returned, leaked):
+        if any(each is returned for each in holders):
             name = type(returned).__name__
             raise refusal(
                 SideEffectError,
@@ -83,22 +84,21 @@ def require_nothing_left(
     raise _leak(leaked, where)
 
 
-def _holds(thing: object, tensor: Tensor) -> bool:
-    """Whether an object holds a tensor that was left, a few containers deep."""
-    held = gc.get_referents(thing)
+def _holders(tensor: Tensor) -> Iterator[Any]:
+    """The objects that hold a tensor which was left, a few containers deep."""
+    holders: list[Any] = [tensor]
     for _ in range(_DEPTH):
-        if any(each is tensor for each in held):
-            return True
-        inner: list[Any] = [each for each in held if isinstance(each, _CONTAINERS)]
-        held = gc.get_referents(*inner)
-    return False
+        holders = gc.get_referrers(*holders)
+        yield from holders
+        holders = [each for each in holders if isinstance(each, _CONTAINERS)]
 
 
 def _leak(tensor: Tensor, where: str) -> SideEffectError:
     """The error for a tensor that was left; a cache of functools that has it is emptied."""
     holder = _where_left(tensor)
     do = f'Return the tensor from the function instead, or use engine="rerun". {_FILL}'
-    memoized = _memoized(tensor)
+    caches = (each for each in _holders(tensor) if type(each) is _Memoized)
+    memoized: Any = next(caches, None)
     if memoized is not None:
         memoized.cache_clear()
         name = memoized.__name__
@@ -114,18 +114,6 @@ def _leak(tensor: Tensor, where: str) -> SideEffectError:
         why="It has no data, so its next use would fail; it was taken out again.",
         do=do,
     )
-
-
-def _memoized(tensor: Tensor) -> Any:
-    """The function in whose cache a tensor is, a few containers deep; None if in none."""
-    holders: list[Any] = [tensor]
-    for _ in range(_DEPTH):
-        holders = gc.get_referrers(*holders)
-        for each in holders:
-            if type(each) is _Memoized:
-                return each
-        holders = [each for each in holders if isinstance(each, _CONTAINERS)]
-    return None
 
 
 def _where_left(tensor: Tensor) -> str:

@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, fx
 
-from remat._errors import ImplicitRandomnessError, TraceError, refusal
+from remat._errors import ImplicitRandomnessError, refusal
 from remat._graph import operators
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Ref, Value
@@ -176,22 +176,21 @@ def _require_first_order(where: str) -> None:
         )
 
 
-def applied(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[Ref], Applied]:
+def applied(
+    node: fx.Node, args: Any, kwargs: Any, *, has_open_sizes: bool
+) -> tuple[list[Ref], Applied]:
     """The operands of a call of an operator that takes functions, and the operator with these."""
+    if has_open_sizes:
+        raise refusals.takes_functions(
+            _line_of(node),
+            "With dynamic_shapes=True sizes are filled into a graph, and not into the "
+            "graphs of its functions",
+        )
     for each in trees.flatten((args, kwargs))[0]:
         if isinstance(each, fx.GraphModule):
             is_result = taking_functions.returns_results(node.target)
             _check(each, _line_of(node), returns_results=is_result)
     return Applied.to(node.target, args, kwargs, Ref)
-
-
-def with_open_sizes(node: fx.Node) -> TraceError:
-    """The error for an operator that takes functions in a trace with open sizes."""
-    return refusals.takes_functions(
-        _line_of(node),
-        "With dynamic_shapes=True sizes are filled into a graph, and not into the graphs of "
-        "its functions",
-    )
 
 
 def _check(module: fx.GraphModule, where: str, *, returns_results: bool) -> None:
