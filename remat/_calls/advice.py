@@ -17,7 +17,7 @@ from remat._user_lines import warn
 from remat.policies import AbstractPolicy, everything_saveable, nothing_saveable
 from remat.policies._as_policy import is_of_users
 from remat.policies._by_kind import idle_storage, saves_nothing
-from remat.policies._operators import bare_name
+from remat.policies._by_op import bare_name
 
 _ATTENTION_BY_HAND = frozenset({"softmax", "multi_head_attention_forward"})
 _RERUN = 'use engine="rerun", which reads it at each call'

@@ -23,7 +23,7 @@ from remat._torch import isolation, modes, tensors, tracer
 from remat._tracing.refusals import gains_gradient
 from remat._tracing.thread import is_running
 from remat._user_lines import user_line
-from remat.policies._operators import function_name
+from remat.policies._by_op import function_name
 
 
 @final

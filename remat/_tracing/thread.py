@@ -36,7 +36,7 @@ from remat._torch.tensors import SET_DATA, is_own_data, overrides_functions
 from remat._tracing import importing, naming, refusals, taken_functions
 from remat._tracing.indexing import LookUps
 from remat._user_lines import user_line
-from remat.policies._operators import function_name
+from remat.policies._by_op import function_name
 
 
 class Running:

@@ -150,23 +150,17 @@ class _ChainStage:
 
     @functools.cached_property
     def region(self) -> AnyStage:
-        """The function itself as a region."""
-        f = self._f
-        if isinstance(f, (DecoratedFunction, RematModule)):
-            return cast("AnyStage", f)
-        if self._policy is None:
-            return remat(f)
-        return remat(f, policy=self._policy, rng="keys")
+        is_region = isinstance(self._f, (DecoratedFunction, RematModule))
+        return cast("AnyStage", self._f) if is_region else self._region_of(self._f)
 
     @functools.cached_property
     def on_copies(self) -> AnyStage:
-        """The function on a copy of its argument."""
+        return self._region_of(functools.partial(_call_chained_on_copies, self._f))
+
+    def _region_of(self, function: Callable[[Any], Any]) -> AnyStage:
         keeps_draws = self._policy is None and is_of_module(self._f)
-        return remat(
-            functools.partial(_call_chained_on_copies, self._f),
-            policy=self._policy,
-            rng="preserve" if keeps_draws else "keys",
-        )
+        rng = "preserve" if keeps_draws else "keys"
+        return remat(function, policy=self._policy, rng=rng)
 
     def owning(self, run: Callable[[AnyStage, _S], _R], state: _S) -> _R:
         """Runs a later stage, on a copy of the state if it changes that in place.
@@ -207,7 +201,6 @@ class _TracedChain:
         for stage in rest:
             tree = stage.owning(self._add, tree)
         self._tree = tree
-        _run_stack.require_own_buffers(self._links, [*self._captured])
 
     def _add(self, region: AnyStage, tree: _Tree) -> _Tree:
         args, count = (tree(stand_ins(self._metas)),), len(self._metas)
@@ -220,14 +213,6 @@ class _TracedChain:
 
     def run(self, schedule: AbstractSchedule) -> Any:
         tensors = [*self._first, *self._captured]
-        stack = Stack(
-            self._links,
-            tuple(map(TensorMeta.of_operand, tensors)),
-            num_state=len(self._first),
-            num_slices=0,
-            num_rows=0,
-        )
-        flows = tuple(meta.requires_grad for meta in self._metas)
-        return self._tree(
-            _run_stack.run_scheduled(stack, schedule, self.stages, flows, tensors)
-        )
+        stack, stages = Stack(self._links, len(self._first)), tuple(self.stages)
+        found = _run_stack.run_scheduled(stack, schedule, stages, self._metas, tensors)
+        return self._tree(found)

@@ -96,8 +96,6 @@ def tiled_cross_entropy(
 
 
 class _Options(NamedTuple):
-    """How the loss is computed from the logits."""
-
     ignore_index: int
     smoothing: float
     softcap: float | None
@@ -105,7 +103,6 @@ class _Options(NamedTuple):
 
 
 def _losses(rows: Tensor, labels: Tensor, head: Tensor, *options: Any) -> Tensor:
-    """The loss of each token of a tile."""
     ignore_index, smoothing, softcap, z_loss = _Options(*options)
     logits = _wide(rows @ head.T)
     if softcap is not None:

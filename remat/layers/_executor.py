@@ -16,7 +16,7 @@ from torch import Tensor
 from remat import schedules
 from remat._switches.numerics import Numerics
 from remat._torch import guards
-from remat.layers._links import Link, Pass, pull_back, without_none
+from remat.layers._links import Pass, pull_back, without_none
 from remat.layers._stack import Stack
 
 
@@ -86,7 +86,8 @@ class Executor:
                 else links[0].laid(self._first)
             )
         for stage in sorted(ledger.recorded):
-            self._records[stage] = [held.pop() for _ in range(links[stage].num_saved)]
+            saved = links[stage].region.stages(links[stage].roots).cut.saved
+            self._records[stage] = [held.pop() for _ in saved]
 
     def pull(
         self,
@@ -160,10 +161,18 @@ class _Gradients:
         operands: Sequence[Tensor],
         under: Pass,
     ) -> None:
-        """Takes the cotangent of a stage's state back to the state before."""
         link, place = self.stack.links[stage], self.stack.place(stage)
         rows = [None if each is None else each[place] for each in self.rows]
-        wanted = self._wanted_of(stage, link)
+        first, entered = self.stack.num_state, self.stack.num_entered
+        wanted = [
+            *([True] * link.num_state if stage else self.wanted[:first]),
+            *self.wanted[first:entered],
+            *(self.wanted[entered + place] for place in link.captured),
+        ]
+        wanted = tuple(
+            each and meta.requires_grad
+            for each, meta in zip(wanted, link.region.operands, strict=True)
+        )
         gradients = link.pull(saved, operands, [*self.state, *rows], wanted, under)
         count = link.num_state
         self.state = gradients[:count]
@@ -173,16 +182,7 @@ class _Gradients:
         for k, gradient in zip(link.captured, gradients[count:], strict=True):
             self.captured[k].add(gradient)
 
-    def _wanted_of(self, stage: int, link: Link) -> tuple[bool, ...]:
-        """Which gradients of a stage's operands are wanted."""
-        count, entered = self.stack.num_state, self.stack.num_entered
-        state = [True] * link.num_state if stage else self.wanted[:count]
-        captured = [self.wanted[entered + place] for place in link.captured]
-        wanted = [*state, *self.wanted[count:entered], *captured]
-        return link.differentiable(wanted)
-
     def found(self, operands: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of the stack's operands."""
         stack = self.stack
         entered = [*self.state, *map(_stacked_column, self.slices)]
         if stack.enter is not None and without_none(entered):

@@ -90,7 +90,6 @@ def require_independent(
 def _require_result(
     name: str, result: Operand, dim: int | None, reduce: Total, lengths: tuple[int, int]
 ) -> None:
-    """Refuses a result that tiles do not make."""
     state = result.state
     if isinstance(state, Mixed):
         raise refusal(
@@ -315,7 +314,6 @@ def _computed(
     used: dict[int, Operand],
     lengths: tuple[int, int],
 ) -> list[State]:
-    """What the results have of a step that computes."""
     op: Any = value.op
     if not isinstance(op, schemas.OpOverload) or made[0] is None:
         raise MixesError("it takes a function, or its result is no tensor.")
@@ -340,7 +338,6 @@ def _computed(
 
 
 def _alike(step: Step, made: Sequence[Operand | None]) -> Alike:
-    """What is made of values that have nothing of the axis."""
     shape = step.out.meta.shape
     if step.is_pointwise:
         behind = [(each, len(each.meta.shape) - len(shape)) for each in step.operands]

@@ -141,11 +141,6 @@ class Link:
         """The metadata of the state that it takes."""
         return self.region.operands[: self.num_state]
 
-    @property
-    def num_saved(self) -> int:
-        """How many values wait for its backward when it is recorded."""
-        return len(self.region.stages(self.roots).cut.saved)
-
     @functools.cached_property
     def _strides(self) -> list[tuple[int, ...]]:
         return [meta.stride for meta in self.state]
@@ -188,11 +183,6 @@ class Link:
             add_gradients(one, other) if is_wanted else None
             for one, other, is_wanted in zip(pulled, direct, wanted, strict=True)
         ]
-
-    def differentiable(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
-        """Which of the wanted gradients there are."""
-        pairs = zip(wanted, self.region.operands, strict=True)
-        return tuple(each and meta.requires_grad for each, meta in pairs)
 
     def _derived(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -109,7 +110,7 @@ def _stage_draws(where: str) -> ImplicitRandomnessError:
     )
 
 
-def require_own_buffers(links: Sequence[Link], captured: Sequence[Tensor]) -> None:
+def _require_own_buffers(links: Sequence[Link], captured: Sequence[Tensor]) -> None:
     """Refuses buffers that two stages change."""
     counts = Counter(place for link in links for place in link.written)
     shared = [place for place, count in counts.items() if count > 1]
@@ -146,15 +147,26 @@ def _costs(link: Link) -> tuple[int, int]:
     return forward_flops(analysis) + FLOPS_A_BYTE * written, record
 
 
+@functools.lru_cache(maxsize=64)
+def _actions_of(
+    schedule: AbstractSchedule, stages: tuple[Stage, ...]
+) -> tuple[Action, ...]:
+    return schedule.actions(stages)
+
+
 def run_scheduled(
     stack: Stack,
     schedule: AbstractSchedule,
-    stages: Sequence[Stage],
-    flows: tuple[bool, ...],
+    stages: tuple[Stage, ...],
+    returned: Sequence[TensorMeta],
     tensors: Sequence[Tensor],
 ) -> list[Tensor]:
     """Runs the stack by a schedule, and writes its buffers back once."""
-    region = scheduled(stack, actions_of(schedule, tuple(stages)), flows)
+    _require_own_buffers(stack.links, tensors[stack.num_entered :])
+    operands = tuple(map(TensorMeta.of_operand, tensors))
+    stack = dataclasses.replace(stack, operands=operands)
+    flows = tuple(meta.requires_grad for meta in returned)
+    region = scheduled(stack, _actions_of(schedule, stages), flows)
     if is_lifting():
         tensors = list(map(lift, tensors))
     given = list(tensors)
@@ -162,15 +174,7 @@ def run_scheduled(
         given[index] = given[index].clone()
     # The stack is called after its first stage, in reports and where memory runs out.
     call = Call(region, stack.links[0].roots, Numerics.current(), ())
-    returned, mutations = bind_all(call, given)
+    outputs, mutations = bind_all(call, given)
     for index, new in zip(stack.written, mutations, strict=True):
         levels.write_back(tensors[index], new)
-    return without_none(returned)
-
-
-@functools.lru_cache(maxsize=64)
-def actions_of(
-    schedule: AbstractSchedule, stages: tuple[Stage, ...]
-) -> tuple[Action, ...]:
-    """The actions of a schedule for some stages, cached from call to call."""
-    return schedule.actions(stages)
+    return without_none(outputs)

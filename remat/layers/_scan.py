@@ -189,7 +189,6 @@ class _Scan(NamedTuple):
         return found[::-1] if self.is_reversed else found
 
     def without_steps(self) -> tuple[Any, Any]:
-        """The first carry, and empty results: there is no step."""
         carry = self.carry_tree.around(self.carry)
         zeros = [each.new_zeros(each.shape[1:]) for each in self.scanned]
         with torch.no_grad():
@@ -211,7 +210,6 @@ class _Scan(NamedTuple):
         return carry, tree.around(stacked)
 
     def by_regions(self, region: DecoratedFunction[..., Any]) -> tuple[Any, Any]:
-        """Each step a region of one trace."""
         entry, roots, captured = region.entry_of(self._stand_ins(), {})
         numerics = Numerics.current()
         strides = [meta.stride for meta in self.metas()[: len(self.carry)]]
@@ -229,26 +227,16 @@ class _Scan(NamedTuple):
     def by_schedule(
         self, region: DecoratedFunction[..., Any], schedule: AbstractSchedule
     ) -> tuple[Any, Any]:
-        """All steps one region, which keeps what the schedule says."""
         captured: dict[Tensor, int] = {}
         count = len(self.carry)
         link, entry = _run_stack.link_of(region, self._stand_ins(), count, captured)
         tensors = [*self.carry, *self.scanned, *captured]
         returned = link.returned()
-        stack = Stack(
-            [link] * self.length,
-            tuple(map(TensorMeta.of_operand, tensors)),
-            num_state=count,
-            num_slices=len(self.scanned),
-            num_rows=len(returned) - count,
-            is_reversed=self.is_reversed,
-        )
-        _run_stack.require_own_buffers(stack.links, [*captured])
-        stages = [_run_stack.stage_of(link, returned[:count])] * self.length
-        flows = tuple(meta.requires_grad for meta in returned)
-        return entry.output.around(
-            _run_stack.run_scheduled(stack, schedule, stages, flows, tensors)
-        )
+        stages = (_run_stack.stage_of(link, returned[:count]),) * self.length
+        counts = count, len(self.scanned), len(returned) - count
+        stack = Stack([link] * self.length, *counts, is_reversed=self.is_reversed)
+        found = _run_stack.run_scheduled(stack, schedule, stages, returned, tensors)
+        return entry.output.around(found)
 
     def metas(self) -> list[TensorMeta]:
         """Of the carry and of a slice; from the second step on the carry has gradients."""
@@ -399,7 +387,6 @@ def _tensors_like(frame: trees.Frame, tree: Any, where: str) -> list[Tensor]:
 
 
 def _as_tensors(tree: Any, where: str) -> Any:
-    """What `scan` is given, its Python numbers as tensors."""
     leaves, spec = trees.flatten(tree)
     return trees.unflatten([_as_tensor(leaf, where) for leaf in leaves], spec)
 

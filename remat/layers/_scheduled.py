@@ -272,7 +272,6 @@ class _Parts:
     def sweep(
         self, tensors: Sequence[Tensor], hold: bool, numerics: Numerics
     ) -> list[Tensor]:
-        """A `Sweep`."""
         executor = Executor(self.stack, tensors, numerics)
         executor.run(self.forward if hold else [Advance(0, len(self.stack.links))])
         outputs = [*executor.outputs(), *executor.mutations]

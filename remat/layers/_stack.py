@@ -29,12 +29,12 @@ class Stack:
     """Links in the order in which they run."""
 
     links: Sequence[Link]
-    #: The metadata of what the stack takes.
-    operands: tuple[TensorMeta, ...]
     #: Leaves of the first state, tensors that are scanned over, other results of a link.
     num_state: int
-    num_slices: int
-    num_rows: int
+    num_slices: int = 0
+    num_rows: int = 0
+    #: The metadata of what the stack takes.
+    operands: tuple[TensorMeta, ...] = ()
     #: Whether the first stage takes the last slice.
     is_reversed: bool = False
     #: Makes the first state and what is scanned over from what was given; None if it is that.

@@ -119,7 +119,6 @@ def _is_unrollable(tree: Any) -> bool:
 
 
 def _are_carries_alike(one: Any, other: Any) -> bool:
-    """Whether two carries have one structure of tensors, with the same metadata."""
     leaves, tree = trees.flatten(one)
     others, other_tree = trees.flatten(other)
     if tree != other_tree or not _is_unrollable(other):

@@ -134,7 +134,6 @@ def _diagnose(candidate: object) -> tuple[str, str]:
 
 
 def _takes_one(candidate: Callable[..., Any]) -> bool:
-    """Whether what is passed as a policy can be called with a value alone, if that can be told."""
     try:
         signature = inspect.signature(candidate)
     except (NameError, TypeError, ValueError):  # no signature, or none before it is run

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+from remat.policies._by_op import bare_name
 from remat.policies._contract import AbstractPolicy, Stored, Value
-from remat.policies._operators import bare_name
 from remat.storage import AbstractStorage
 
 # A leading dimension of the output of these is a batch, where the output has three.

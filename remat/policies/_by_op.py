@@ -20,7 +20,6 @@ from remat._graph.operators import short_name
 from remat._torch import schemas
 from remat.policies._contract import AbstractPolicy, Value
 from remat.policies._names import show_call
-from remat.policies._operators import bare_name, function_name
 
 # torch exports neither class under a public name; their objects are public.
 _OPERATORS: tuple[type, ...] = (
@@ -114,7 +113,6 @@ def _is_op_name(name: str) -> bool:
 
 
 def _target_in_torch_ops(path: Sequence[str]) -> Any:
-    """What a target of `by_op` names below `torch.ops`, or None."""
     return functools.reduce(
         lambda each, name: getattr(each, name, None), path, torch.ops
     )
@@ -136,7 +134,6 @@ def _is_taken_apart(name: str) -> bool:
 
 
 def _is_target_name(name: str) -> bool:
-    """Whether torch has an operator, a function or a method of tensors of a target's name."""
     owners = (torch.ops.aten, torch.ops.higher_order, torch, functional, torch.Tensor)
     found = (getattr(owner, name, None) for owner in owners)
     is_found = any(callable(each) and not isinstance(each, type) for each in found)
@@ -161,3 +158,23 @@ def _not_op(target: object, why: str) -> PolicyError:
         "such as `torch.sin`; a value of your own function is best named with "
         "`checkpoint_name` and saved by `save_only_these_names`.",
     )
+
+
+def bare_name(op: object) -> str:
+    """Returns the name of an operator of ATen without `aten.`; others stay whole."""
+    return short_name(op).removeprefix("aten.")
+
+
+def function_name(function: object) -> str:
+    """The name in `Value.function` of the torch function that a user called, or `""`.
+
+    A method, a Python operator (reflected or not) and an in-place variant have the name
+    of the function that they stand for.
+    """
+    name = str(getattr(function, "__name__", ""))
+    if not (name.startswith("__") and name.endswith("__")):
+        return name.removesuffix("_")
+    name = name.removeprefix("__").removesuffix("__")
+    # `__rmatmul__` and `__imul__` stand for `matmul` and `mul`, `__invert__` for itself.
+    is_variant = name[0] in "ri" and hasattr(torch.Tensor, f"__{name[1:]}__")
+    return name[1:] if is_variant else name

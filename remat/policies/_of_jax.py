@@ -136,22 +136,20 @@ _DOTS = offload_dot_with_no_batch_dims.__name__
 
 
 def _storage_at_memory(function: str, source: str, destination: str) -> AbstractStorage:
-    _require_memory(f"{function}(offload_src=...)", source, ("device",))
-    _require_memory(f"{function}(offload_dst=...)", destination, tuple(_DESTINATIONS))
+    for argument, memory, known in (
+        ("offload_src", source, ["device"]),
+        ("offload_dst", destination, [*_DESTINATIONS]),
+    ):
+        if memory not in known:
+            choices = " or ".join(f'"{name}"' for name in known)
+            raise refusal(
+                ValueError,
+                where=f"{function}({argument}=...)",
+                what=f"the memory {memory!r} is not known here.",
+                why='Values move from the memory "device" to host memory.',
+                do=f"Pass {choices}.",
+            )
     return _DESTINATIONS[destination]
-
-
-def _require_memory(where: str, memory: str, known: tuple[str, ...]) -> None:
-    if memory in known:
-        return
-    choices = " or ".join(f'"{name}"' for name in known)
-    raise refusal(
-        ValueError,
-        where=where,
-        what=f"the memory {memory!r} is not known here.",
-        why='Values move from the memory "device" to host memory.',
-        do=f"Pass {choices}.",
-    )
 
 
 def _listed_names(names: object, argument: str) -> tuple[str, ...]:

@@ -126,7 +126,6 @@ class _Stretch:
 
 
 def _actions_of(choice: Choice, part: _Stretch, sizes: _Sizes) -> tuple[do.Action, ...]:
-    """The actions of the choices for each part."""
     actions: list[do.Action] = []
     pending: list[_Stretch | do.Backward] = [part]
     while pending:
@@ -198,7 +197,6 @@ def _within_slots(
     sums: Any = np.cumsum([0, *(stage.cost for stage in stages)]).astype(float)
 
     def shifted(costs: Any, taken: int) -> Any:
-        """Costs by slots where some slots are taken."""
         found = np.full(slots + 1, np.inf)
         if taken <= slots:
             found[taken:] = costs[: slots + 1 - taken]

@@ -1,16 +1,21 @@
 """Storage: how a saved value waits for the backward.
 
 In comes a tensor; out comes a `Stored`, which gives it back. Sees neither graphs nor policies. A
-class a file: `_keep`, `_cast`, `_quantize` (integers, scales of groups), `_sparse` (nonzeros),
-`_offload` (to a device or file), `_shard` (a rank's part). `_contract`: what each promises,
-checked where it stores and restores, or rehearsed; chains; `_argument_checks`: its arguments;
-`_stored`: the parts that wait, their joints, their place; `_bits`: numbers packed into bytes; `_transfer`: copies to the host, lanes and pools;
-`_replicated`: whether ranks hold the same value, by hash.
+class a file: `_cast`, `_quantize` (integers, scales of groups), `_sparse` (nonzeros), `_offload`
+(to a device or file), `_shard` (a rank's part, of what all ranks hold by its hash). `_contract`:
+what each promises, checked where it stores and restores, or rehearsed; keeping, chains; `_argument_checks`: its arguments;
+`_stored`: the parts that wait, their joints, their place; `_bits`: numbers packed into bytes; `_transfer`: copies to the host, lanes and pools.
 """
 
 from remat.storage._cast import Cast
-from remat.storage._contract import AbstractStorage, Chain, densely, links_of, stored_in
-from remat.storage._keep import Keep
+from remat.storage._contract import (
+    AbstractStorage,
+    Chain,
+    Keep,
+    densely,
+    links_of,
+    stored_in,
+)
 from remat.storage._offload import Offload
 from remat.storage._quantize import Quantize
 from remat.storage._shard import Shard

@@ -124,6 +124,31 @@ class AbstractStorage(abc.ABC):
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Keep(AbstractStorage):
+    """Keeps the value as it is, on its device. The default.
+
+    Laws: exact; no copy is made; what is kept is the tensor itself.
+
+    Example:
+        >>> from remat import storage
+        >>> storage.Keep() == storage.Keep()
+        True
+    """
+
+    is_exact: ClassVar[bool] = True
+    keeps: ClassVar[bool] = True
+
+    def store(self, value: Tensor, place: Place = FIRST) -> Stored:
+        """The value itself."""
+        return Stored.whole(value)
+
+    def held(self, meta: TensorMeta) -> Held:
+        """The value itself; plans ask this of thousands of values."""
+        return Held.whole(meta)
+
+
+@final
 @dataclass(frozen=True, slots=True, repr=False)
 class Chain(AbstractStorage):
     """Storages one after the other; write `a >> b`.

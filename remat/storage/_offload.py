@@ -116,7 +116,6 @@ class Offload(AbstractStorage):
         return Held((), (away,), _BUS * value.size_bytes)
 
     def _takes(self, size_bytes: int) -> bool:
-        """Whether a value of this size is to be moved."""
         most = size_bytes if self.max_bytes is None else self.max_bytes
         return size_bytes > 0 and self.min_bytes <= size_bytes <= most
 

@@ -219,7 +219,6 @@ class Restoration:
         )
 
     def _start(self) -> None:
-        """Begins the work for all values that are ready for it."""
         ready = [each for stored in self._storeds for each in self._ready(stored)]
         groups: dict[_Group, dict[int, tuple[Stored, Tensor]]] = {}
         for stored in ready:

@@ -64,8 +64,6 @@ class Difference:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Computed:
-    """One result of one operator."""
-
     phase: str
     op: str
     source: str
@@ -207,7 +205,6 @@ def _first_unmatched(one: list[_Computed], other: list[_Computed]) -> Difference
 
 
 def _first_result(results: _Results, found: _Results) -> Difference | None:
-    """The first result of the call that differs, whatever the operators did."""
     for label in results | found:
         is_state = label.endswith(_AFTER)
         if is_state and (label not in results or label not in found):

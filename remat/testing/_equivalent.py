@@ -147,8 +147,6 @@ _Row = tuple[str, Tensor | None, bool]
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Result:
-    """One run of one function under one transform."""
-
     rows: list[_Row]
     #: The structure of the output, and its leaves that are not tensors.
     rest: tuple[Any, ...]
@@ -159,8 +157,6 @@ class _Result:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two functions and one call."""
-
     f: Callable[..., Any]
     g: Callable[..., Any]
     call: RepeatedCall
@@ -215,7 +211,6 @@ class _Pair:
     def _backward(
         self, flat: FlatFunction, inner: tuple[str, ...], cotangents: Cotangents
     ) -> list[_Row]:
-        """Outputs, and gradients by plain autograd, of captured tensors too."""
         if inner:
             flat.leaves = self.call.copied()
         wanted = [leaf.requires_grad_() for leaf in flat.wanted]

@@ -46,7 +46,6 @@ def contiguous_cotangents(index: int, output: Tensor) -> Tensor:
 
 
 def _to_transform(outputs: Sequence[Tensor | None]) -> dict[int, Tensor]:
-    """The outputs that can be differentiated, by their number among all."""
     found = {
         index: out
         for index, out in enumerate(outputs)

@@ -137,7 +137,6 @@ class FlatFunction:
     def _bound(
         self, tensors: Sequence[Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's (args, kwargs) with these tensors as the wanted leaves."""
         pairs = zip(self.wanted, tensors, strict=True)
         replaced = {id(leaf): tensor for leaf, tensor in pairs}
         filled = [replaced.get(id(leaf), leaf) for leaf in self.leaves]

@@ -32,7 +32,7 @@ from remat.policies import (
     save_matmul_outputs_no_batch,
     save_only_these_names,
 )
-from remat.policies._operators import function_name
+from remat.policies._by_op import function_name
 from remat.policies._sizes import parse_size, show_size
 from remat.storage import Keep, Offload
 from tests.policies.values import ATEN, NAMESPACE, is_small, offload_mlp, value

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from remat import RematWarning, remat
-from remat.storage import Restoration, Shard, Stored, _replicated, _shard
+from remat.storage import Restoration, Shard, Stored, _shard
 from tests.storage.test_values import FakeMesh
 
 
@@ -85,15 +85,15 @@ def test_a_mesh_of_one_rank_warns_once_and_keeps() -> None:
 def test_a_hash_shows_every_change() -> None:
     """Of one bit and of the order, in long values too."""
     value = torch.randn(3 * 2**20 + 5)
-    first = int(_replicated._hash(value))
+    first = int(_shard._hash(value))
 
     for place in (0, 1, 2**20, 2**21 - 1, 2**21, value.numel() - 1):
         changed = value.clone()
         changed.view(torch.int32)[place] ^= 1
-        assert int(_replicated._hash(changed)) != first
-    assert int(_replicated._hash(value.flip(0))) != first
-    assert int(_replicated._hash(value.roll(2**21))) != first
-    assert int(_replicated._hash(value.clone())) == first
+        assert int(_shard._hash(changed)) != first
+    assert int(_shard._hash(value.flip(0))) != first
+    assert int(_shard._hash(value.roll(2**21))) != first
+    assert int(_shard._hash(value.clone())) == first
 
 
 def test_a_hash_is_of_the_numbers_not_of_their_place_in_memory() -> None:
@@ -101,9 +101,7 @@ def test_a_hash_is_of_the_numbers_not_of_their_place_in_memory() -> None:
     for dtype in (torch.uint8, torch.bool, torch.bfloat16, torch.complex64):
         base = torch.randint(0, 2, (31,)).to(dtype)
 
-        assert int(_replicated._hash(base[3:])) == int(
-            _replicated._hash(base[3:].clone())
-        )
+        assert int(_shard._hash(base[3:])) == int(_shard._hash(base[3:].clone()))
 
 
 def test_values_of_one_joint_and_dtype_come_back_together() -> None:

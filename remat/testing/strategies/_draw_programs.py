@@ -119,7 +119,6 @@ class _Writer:
         self.makes: list[str] = []
 
     def add(self, statement: Statement, numbers: tuple[int, int], name: str) -> None:
-        """Adds a statement with its operands, unless there are none that it takes."""
         there = [*self.operands, *self.captured]
         numbers_used = numbers[: statement.num_operands]
         operands = tuple(there[number % len(there)] for number in numbers_used)

@@ -173,7 +173,7 @@ class Program:
             **{name: getattr(policies, name) for name in policies.__all__},
             **NAMESPACE,
             "__name__": "program",
-            "remat": _no_region,
+            "remat": lambda **_: lambda fun: fun,
         }
         source = repr(self)
         linecache.cache[_FILE] = (len(source), None, source.splitlines(True), _FILE)
@@ -221,7 +221,6 @@ class Program:
         return [line for step in self.steps[start:stop] for line in step.lines]
 
     def _interface(self, inner: Inner) -> tuple[list[str], list[str]]:
-        """What a region inside takes and gives."""
         inside = self.steps[inner.start : inner.stop]
         after = self.steps[inner.stop :]
         made = {name for step in inside for name in step.makes}
@@ -234,10 +233,6 @@ class Program:
     def gives(self, inner: Inner) -> bool:
         """Whether anything outside reads what a region inside would make."""
         return bool(self._interface(inner)[1])
-
-
-def _no_region(**_: Any) -> Callable[[Any], Any]:
-    return lambda fun: fun
 
 
 def _indented_source(lines: Iterable[str]) -> list[str]:
