@@ -301,7 +301,7 @@ def _after(
         found = [drawn if Key() in states else Alike()] * len(made)
     elif value.op is operators.constant:
         found = [Alike()]
-    elif _is_fill(value):
+    elif _is_fill(value) and all(isinstance(each, Alike) for each in states[1:]):
         found = [Alike(_all_dims(made))]
     else:
         found = _computed(value, made, used, lengths)
@@ -347,20 +347,16 @@ def _alike(step: Step, made: Sequence[Operand | None]) -> Alike:
             if all(each.suits(dim + offset) for each, offset in behind)
         ]
         return Alike(frozenset(dims))
-    viewed, *_ = (*step.operands, None)
-    if (
-        viewed
-        and step.is_view
-        and all(map(viewed.suits, range(len(viewed.meta.shape))))
-    ):
-        return Alike(_all_dims(made))
+    if step.is_view:
+        (viewed,) = step.operands
+        if all(map(viewed.suits, range(len(viewed.meta.shape)))):
+            return Alike(_all_dims(made))
     return Alike()
 
 
 def _all_dims(made: Sequence[Operand | None]) -> frozenset[int]:
-    return frozenset(
-        range(max((len(each.meta.shape) for each in made if each), default=0))
-    )
+    counts = [len(each.meta.shape) for each in made if each]
+    return frozenset(range(max(counts, default=0)))
 
 
 def _is_fill(value: Value) -> bool:

@@ -140,14 +140,14 @@ def assert_equivalent(
     return compare
 
 
-#: What messages call a value, the value, and whether its bits are compared.
-_Row = tuple[str, Tensor | None, bool]
+#: By what messages call it, a value, and whether its bits are compared.
+_Rows = dict[str, tuple[Tensor | None, bool]]
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Result:
-    rows: list[_Row]
+    rows: _Rows
     #: The structure of the output, and its leaves that are not tensors.
     rest: tuple[Any, ...]
     #: Arguments and captured state after the call.
@@ -199,18 +199,16 @@ class _Pair:
     def _plain_gradients(self) -> _Result:
         """What law 1 compares "grad" with: plain autograd's gradients, zeros for none."""
         found = self._run(self.f, ("backward",), contiguous_cotangents)
-        rows = {label: (each, exact) for label, each, exact in found.rows}
-        wanted: list[_Row] = []
-        for place, name in zip(self.call.wanted, self.call.wanted_labels, strict=True):
-            label = f"the gradient of {name}"
-            each, exact = rows[label]
+        labels, rows = _gradient_labels(self.call.wanted_labels), _Rows()
+        for place, label in zip(self.call.wanted, labels, strict=True):
+            each, exact = found.rows[label]
             zero = torch.zeros_like(self.call.leaves[place]).detach()
-            wanted.append((label, zero if each is None else each, exact))
-        return _Result(wanted, (), found.after)
+            rows[label] = zero if each is None else each, exact
+        return _Result(rows, (), found.after)
 
     def _backward(
         self, flat: FlatFunction, inner: tuple[str, ...], cotangents: Cotangents
-    ) -> list[_Row]:
+    ) -> _Rows:
         if inner:
             flat.leaves = self.call.copied()
         wanted = [leaf.requires_grad_() for leaf in flat.wanted]
@@ -229,9 +227,9 @@ class _Pair:
         alone = bits and len({*keys}) == len(keys)  # no two share memory
         names = _numbered_labels(outputs) if inner else flat.labels
         labels = _gradient_labels([*self.call.wanted_labels, *reached])
-        return [*_rows(names, outputs, bits), *_rows(labels, found, alone)]
+        return _rows(names, outputs, bits) | _rows(labels, found, alone)
 
-    def _transformed(self, flat: FlatFunction, parts: tuple[str, ...]) -> list[_Row]:
+    def _transformed(self, flat: FlatFunction, parts: tuple[str, ...]) -> _Rows:
         function, tensors = flat, flat.wanted
         if parts[-1] == "functional_call":
             if not isinstance(flat.function, nn.Module):
@@ -247,11 +245,9 @@ class _Pair:
 
 def _rows(
     labels: Sequence[str], tensors: Sequence[Tensor | None], exact: bool
-) -> list[_Row]:
-    return [
-        (label, each if each is None else each.detach(), exact)
-        for label, each in zip(labels, tensors, strict=True)
-    ]
+) -> _Rows:
+    detached = [each if each is None else each.detach() for each in tensors]
+    return {label: (each, exact) for label, each in zip(labels, detached, strict=True)}
 
 
 def _numbered_labels(found: Sequence[Tensor | None]) -> list[str]:
@@ -263,7 +259,7 @@ def _gradient_labels(names: Sequence[str]) -> list[str]:
 
 
 def _require_equal_results(one: _Result, other: _Result, where: str) -> None:
-    if one.rest != other.rest or len(one.rows) != len(other.rows):
+    if one.rest != other.rest or one.rows.keys() != other.rows.keys():
         raise refusal(
             NotEquivalentError,
             where=f"{where}, the structure of the outputs",
@@ -272,10 +268,8 @@ def _require_equal_results(one: _Result, other: _Result, where: str) -> None:
             "not tensors.",
             do="Return the same from both.",
         )
-    for (label, expected, exact), (_, found, _) in zip(
-        one.rows, other.rows, strict=True
-    ):
-        require_same(expected, found, label, where, exact=exact)
+    for label, (expected, exact) in one.rows.items():
+        require_same(expected, other.rows[label][0], label, where, exact=exact)
     for label in one.after.keys() & other.after.keys():
         what = f"{label} after the call"
         require_same(one.after[label], other.after[label], what, where, exact=True)

@@ -111,6 +111,9 @@ DEPENDENT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "one of the size": (lambda x: x * torch.zeros(x.shape[1]).softmax(0)[0], "softmax"),
     "a repeated axis": (lambda x: x[:, :, None].expand(-1, -1, x.shape[1], -1).sum(2), "expand"),
     "a repeated sum": (lambda x: x * x.sum(1)[:, None].expand(-1, x.shape[1], -1).sum(1)[:, None], "sum"),
+    "filled with a sum": (
+        lambda x: x * torch.empty(x.shape[1], 1).double().fill_(x.sum()), "fill",
+    ),
     "other operands": (
         lambda x: (lambda a, b: (a if x.shape[1] > 4 else b) - a * b + a + b)(x.exp(), x.sin()), "sub",
     ),

@@ -173,7 +173,7 @@ class Program:
             **{name: getattr(policies, name) for name in policies.__all__},
             **NAMESPACE,
             "__name__": "program",
-            "remat": lambda **_: lambda fun: fun,
+            "remat": _no_region,
         }
         source = repr(self)
         linecache.cache[_FILE] = (len(source), None, source.splitlines(True), _FILE)
@@ -233,6 +233,10 @@ class Program:
     def gives(self, inner: Inner) -> bool:
         """Whether anything outside reads what a region inside would make."""
         return bool(self._interface(inner)[1])
+
+
+def _no_region(**_: Any) -> Callable[[Any], Any]:
+    return lambda fun: fun
 
 
 def _indented_source(lines: Iterable[str]) -> list[str]:
