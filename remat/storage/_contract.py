@@ -251,40 +251,36 @@ def stored_in(storage: AbstractStorage, value: Tensor, place: Place) -> Stored:
     Raises:
         RematError: the storage broke its contract.
     """
-    before = levels.versions_below([value])
+    before, form = levels.versions_below([value]), _form_of(value)
+    name = type(storage).__name__
     stored: Any = storage.store(value, place)
     _require_stored(storage, stored)
     if levels.versions_below([value]) != before:
         raise refusal(
             RematError,
-            where=f"{type(storage).__name__}.store",
-            what=f"changed the value {_shown_form(_form_of(value))} that it was given.",
+            where=f"{name}.store",
+            what=f"changed the value {_shown_form(form)} that it was given.",
             why="It belongs to the caller, or the region still computes with it.",
             do="Change a copy: value.clone().",
         )
-    decode = _checked(stored.decode, type(storage).__name__, _form_of(value))
-    return dataclasses.replace(stored, decode=decode)
+    unchecked: Decode = stored.decode
 
-
-def _checked(decode: Decode, storage_name: str, form: _Form) -> Decode:
-    """A decoder whose result is checked against the shape, dtype and device stored."""
-
-    def checked(parts: Sequence[Tensor]) -> Tensor:
-        value: Any = decode(parts)
-        found = _form_of(value) if isinstance(value, Tensor) else None
+    def decode(parts: Sequence[Tensor]) -> Tensor:
+        restored: Any = unchecked(parts)
+        found = _form_of(restored) if isinstance(restored, Tensor) else None
         if found == form:
-            return value
-        came = _shown_form(found) if found else type(value).__name__
+            return restored
+        came = _shown_form(found) if found else type(restored).__name__
         raise refusal(
             RematError,
-            where=f"a value {_shown_form(form)} in {storage_name}",
+            where=f"a value {_shown_form(form)} in {name}",
             what=f"came back from its storage as {came}.",
             why="The backward needs the value as it was stored.",
             do="Have `decode` return the shape, dtype and device of the value that "
             "`store` was given.",
         )
 
-    return checked
+    return dataclasses.replace(stored, decode=decode)
 
 
 def _form_of(value: Tensor) -> _Form:
