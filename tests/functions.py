@@ -58,7 +58,8 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = F32) -> Any:
 def integers(*shape: int, high: int, seed: int = 7) -> Tensor:
     """Integers below `high`, the same at every call."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(high, shape, generator=generator)
+    drawn = torch.randint(high, shape, generator=generator, device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 # Networks.

@@ -66,9 +66,9 @@ def inputs_of(program: Any) -> list[Tensor]:
     metas = [value.meta for value in program.graph.values[: program.graph.num_inputs]]
     generator = torch.Generator().manual_seed(1)
     return [
-        torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype).uniform_(
-            0.1, 0.9, generator=generator
-        )
+        torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="cpu")
+        .uniform_(0.1, 0.9, generator=generator)
+        .to(torch.get_default_device())
         if meta.dtype.is_floating_point
         else torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype).zero_()
         for meta in metas

@@ -191,7 +191,8 @@ def random_cotangent(output: Tensor, seed: int = 0) -> Tensor:
     """A contiguous cotangent for `output`, the same at every call."""
     generator = torch.Generator().manual_seed(seed + 1009)
     wide = torch.complex128 if output.is_complex() else torch.float64
-    return torch.randn(output.shape, generator=generator, dtype=wide).to(output.dtype)
+    drawn = torch.randn(output.shape, generator=generator, dtype=wide, device="cpu")
+    return drawn.to(output.device, output.dtype)
 
 
 def _pulled(outputs: Any, cotangents: Cotangents) -> tuple[list[Tensor], list[Tensor]]:
@@ -380,7 +381,8 @@ def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """A standard normal tensor, the same at every call."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return drawn.to(torch.get_default_device(), dtype)
 
 
 class FakeDevice:

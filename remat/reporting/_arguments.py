@@ -165,9 +165,10 @@ def _tensor_of_word(
         return torch.empty(sizes, dtype=dtype, device="meta")
     if dtype.is_floating_point or dtype.is_complex:
         wide = torch.complex64 if dtype.is_complex else torch.float32
-        made = torch.randn(sizes, generator=generator, dtype=wide)
+        made = torch.randn(sizes, generator=generator, dtype=wide, device="cpu")
     else:
-        made = torch.randint(int(found[4] or 2), sizes, generator=generator)
+        most = int(found[4] or 2)
+        made = torch.randint(most, sizes, generator=generator, device="cpu")
     return made.to(device=device, dtype=dtype)
 
 

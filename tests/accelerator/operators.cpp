@@ -167,7 +167,10 @@ class Call {
       place(value.toDevice());
       return c10::Device(c10::DeviceType::CPU);
     }
-    if (value.isGenerator() && value.toGenerator().device().type() == kType) {
+    if (value.isGenerator()) {
+      auto found = value.toGenerator().device().type();
+      TORCH_CHECK(found == kType, "Expected a '", kType, "' device type for generator but found '",
+                  found, "'");
       generator_ = static_cast<Generator*>(value.toGenerator().unsafeGetGeneratorImpl());
       return at::detail::createCPUGenerator(generator_->seed_of_draw());
     }

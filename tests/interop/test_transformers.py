@@ -131,6 +131,13 @@ def a_model(build) -> Any:
 
 
 def a_batch(model, seed=0):
+    """Drawn on the CPU, whatever the device of the tests."""
+    with torch.device("cpu"):
+        drawn = _drawn_batch(model, seed)
+    return {name: each.to(torch.get_default_device()) for name, each in drawn.items()}
+
+
+def _drawn_batch(model, seed):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, VOCABULARY, (BATCH, LENGTH), generator=generator)
     if model.main_input_name == "pixel_values":

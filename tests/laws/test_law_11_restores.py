@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from remat import TraceError, checkpoint_name, policies, remat
+from tests.random.trackers import generator_state
 from tests.support import assert_bitwise, assert_close, seeded
 
 # Forward mode itself compiles decompositions with torch.jit.script.
@@ -47,7 +48,7 @@ def world() -> dict[str, Any]:
         "function_modes": torch._C._len_torch_function_stack(),
         "transforms": cast(Any, torch._C)._functorch.peek_interpreter_stack(),
         "proxy": torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY),
-        "generator": torch.get_rng_state().tolist(),
+        "generator": generator_state().tolist(),
     }
 
 

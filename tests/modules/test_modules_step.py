@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import BudgetError, TraceError, layers, modules, plan, remat
+from tests.random.trackers import generator_state
 from tests.support import LiveBytes
 
 pytestmark = pytest.mark.contract
@@ -189,7 +190,7 @@ def test_a_step_is_planned_without_data() -> None:
     model = Words()
     optimizer = ADAM(model.parameters())
     before = copy.deepcopy(model.state_dict())
-    generator = torch.get_rng_state()
+    generator = generator_state()
     here = modules.plan(model, budget=0.5, step=modules.Step(loss_of, optimizer))(
         TOKENS
     )
@@ -208,7 +209,7 @@ def test_a_step_is_planned_without_data() -> None:
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
     assert all(each.grad is None for each in model.parameters())
     assert not optimizer.state
-    assert torch.equal(generator, torch.get_rng_state())
+    assert torch.equal(generator, generator_state())
 
 
 def test_a_step_that_needs_numbers_is_refused() -> None:

@@ -41,7 +41,8 @@ def gpt() -> Model:
     generator = torch.Generator().manual_seed(0)
     parameters = initial_parameters(SHAPE, generator)
     size = (SHAPE.batch, SHAPE.time + 1)
-    batch = torch.randint(0, 256, size, generator=generator)
+    batch = torch.randint(0, 256, size, generator=generator, device="cpu")
+    batch = batch.to(torch.get_default_device())
     leaves = [
         t.requires_grad_() for group in parameters.values() for t in group.values()
     ]

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat import PolicyError, checkpoint_name, plan, policies, remat, storage
 from tests.plans.models import Model, dropping, gpt, measured, mlp, mlp_args, region_of
+from tests.random.trackers import generator_state, set_generator_state
 from tests.support import LiveBytes, assert_bitwise, daily, seeded, swept
 
 PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)
@@ -264,11 +265,11 @@ def test_measured_costs() -> None:
     assert found.saved_bytes <= found.budget_bytes
     assert all(row.cost > 0 for row in found.rows)
     assert found.lower_bound <= found.recompute_cost
-    state = torch.get_rng_state()
+    state = generator_state()
     drop, drop_args, _ = dropping()
-    torch.set_rng_state(state)
+    set_generator_state(state)
     plan(drop, budget=10**5, costs="measured")(*drop_args)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator_state(), state)
     with pytest.raises(PolicyError, match="without data"):
         plan(mlp, budget=1, costs="measured")(
             *(torch.empty_like(t, device="meta") for t in mlp_args())

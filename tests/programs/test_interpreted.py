@@ -28,7 +28,9 @@ ATEN = torch.ops.aten
 
 def rand(*shape):
     """Numbers of a fixed seed."""
-    return torch.rand(shape, generator=torch.Generator().manual_seed(0)) - 0.5
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand(shape, generator=generator, device="cpu") - 0.5
+    return drawn.to(torch.get_default_device())
 
 
 def heard(run, inputs):

@@ -37,18 +37,18 @@ def parameters(layers: int = 4, *, requires_grad: bool = False) -> Parameters:
     """Small random weights, the same at every call."""
     generator = torch.Generator().manual_seed(0)
     sizes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}
+
+    def weight(a: int, b: int) -> Tensor:
+        size = a * WIDTH, b * WIDTH
+        drawn = torch.randn(size, generator=generator, device="cpu") * 0.05
+        return drawn.to(torch.get_default_device()).requires_grad_(requires_grad)
+
     return [
-        {
-            name: (
-                torch.randn(a * WIDTH, b * WIDTH, generator=generator) * 0.05
-            ).requires_grad_(requires_grad)
-            for name, (a, b) in sizes.items()
-        }
-        for _ in range(layers)
+        {name: weight(*size) for name, size in sizes.items()} for _ in range(layers)
     ]
 
 
-def batch(size: int = 2, *, device: str = "cpu") -> Tensor:
+def batch(size: int = 2, *, device: str | None = None) -> Tensor:
     """An input of shape (size, 16, 32)."""
     return torch.linspace(-1, 1, size * 16 * WIDTH, device=device).view(size, 16, WIDTH)
 

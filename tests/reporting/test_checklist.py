@@ -11,6 +11,7 @@ from torch import Tensor
 
 from remat import Checklist, RematError, checklist, policies, remat, storage
 from remat.reporting._measure.step import MeasuredStep
+from tests.random.trackers import generator_state
 from tests.reporting.models import batch, block, loss_of, parameters
 
 pytestmark = [
@@ -219,12 +220,12 @@ def test_an_empty_batch_has_no_tokens() -> None:
 def test_nothing_of_the_callers_is_changed() -> None:
     """Parameters get no gradients, and no generator moves."""
     given = parameters(1, requires_grad=True)
-    state = torch.get_rng_state()
+    state = generator_state()
 
     checklist(loss_of(remat(block)), given, batch())
 
     assert all(each.grad is None for each in given[0].values())
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator_state(), state)
 
 
 def test_text_and_json() -> None:

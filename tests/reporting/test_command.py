@@ -15,6 +15,7 @@ import torch
 from remat import Plan, policies
 from remat.__main__ import main, patience
 from remat.reporting._arguments import keywords, load_target, policy_of_word
+from tests.random.trackers import generator_state
 
 MODEL = """
 import torch
@@ -253,6 +254,7 @@ def test_compare_prints_a_table(model: str, capsys: pytest.CaptureFixture[str]) 
 PEERS = """
 import functools
 from torch.utils.checkpoint import checkpoint
+from tests.random.trackers import generator_state
 
 
 def checkpointed(f):
@@ -405,12 +407,12 @@ def test_arguments() -> None:
 
 def test_arguments_are_the_same_at_every_call() -> None:
     """And no generator of the process moves."""
-    state = torch.get_rng_state()
+    state = generator_state()
 
     one, other = (keywords(["x=5"], "cpu")["x"] for _ in range(2))
 
     assert torch.equal(one, other)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator_state(), state)
 
 
 def test_a_class_of_modules_is_made(model: str) -> None:

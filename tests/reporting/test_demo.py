@@ -23,6 +23,7 @@ from remat.reporting._demo.run import (
     run_demo,
 )
 from remat.reporting._show.progress import progress
+from tests.random.trackers import generator_state
 
 SMALL = GPTShape(layers=3, width=64, heads=2, time=64, batch=4)
 NAMES = [
@@ -149,11 +150,11 @@ def test_each_layer_drops_out_by_its_own_key():
 
 def test_training_moves_no_generator():
     """All that is random comes from keys, and from generators of the demo's own."""
-    before = torch.get_rng_state()
+    before = generator_state()
 
     run_demo(1, seed=1, shape=SMALL)
 
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(generator_state(), before)
 
 
 def test_loss_is_the_mean_cross_entropy_of_the_next_byte():

@@ -74,9 +74,9 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers of which a half are zero."""
     generator = torch.Generator().manual_seed(0)
-    found = torch.randn(shape, generator=generator, dtype=torch.float64)
+    found = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     wide = torch.where(found > 0, found * 4, 0.0)
-    return wide.to(dtype)
+    return wide.to(torch.get_default_device(), dtype)
 
 
 VALUES = {

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.contract
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal numbers."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=dtype)
+    drawn = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def initial_parameters(shape: GPTShape, generator: torch.Generator) -> Parameter
     """Draws the parameters: normal weights, residual branches scaled down by depth."""
 
     def normal(*size: int, scale: float = 0.02) -> Tensor:
-        return torch.randn(*size, generator=generator) * scale
+        drawn = torch.randn(*size, generator=generator, device=generator.device)
+        return drawn.to(torch.get_default_device()) * scale
 
     c = shape.width
     branch = 0.02 / (2 * shape.layers) ** 0.5
@@ -93,7 +94,8 @@ def one_layer(device: str) -> tuple[Callable[..., Tensor], dict[str, Any]]:
     shape = GPTShape()
     generator = torch.Generator().manual_seed(0)
     own = initial_parameters(shape, generator)["block0"]
-    x = torch.randn(shape.batch, shape.time, shape.width, generator=generator)
+    size = shape.batch, shape.time, shape.width
+    x = torch.randn(size, generator=generator, device="cpu")
     tensors = {name: each.to(device) for name, each in own.items()}
     given = {"parameters": tensors, "x": x.to(device)}
     return block, given | {"key": None, "heads": shape.heads}

@@ -102,8 +102,10 @@ def draw_batches(shape: GPTShape, num_steps: int, seed: int) -> Iterator[Tensor]
     windows = text.unfold(0, shape.time + 1, 1)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(num_steps):
-        starts = torch.randint(len(windows), (shape.batch,), generator=generator)
-        yield windows[starts].long()
+        starts = torch.randint(
+            len(windows), (shape.batch,), generator=generator, device="cpu"
+        )
+        yield windows[starts].long().to(torch.get_default_device())
 
 
 def english_text() -> bytes:
