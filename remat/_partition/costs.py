@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -96,14 +96,17 @@ def _time_ns(graph: Graph, value: Value) -> int:
     with device_states.put_back(drawn), isolation.isolated(), torch.no_grad():
         args, kwargs = replace_refs((value.args, value.kwargs), zeros)
         for _ in range(_ROUNDS):
-            _finish_timed_work()
+            finish_work(drawn)
             started = time.perf_counter_ns()
             op(*args, **dict(kwargs))
-            _finish_timed_work()
+            finish_work(drawn)
             rounds.append(time.perf_counter_ns() - started)
     return max(1, round(statistics.median(rounds)))
 
 
-def _finish_timed_work() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+def finish_work(devices: Iterable[torch.device]) -> None:
+    """Waits for accelerators, whose operators return before they are done."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    for device in devices:
+        if here is not None and device.type == here.type:
+            torch.accelerator.synchronize(device)

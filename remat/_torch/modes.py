@@ -7,7 +7,7 @@ Obsolete when torch makes the stacks of modes public.
 import abc
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.overrides import (
@@ -27,6 +27,8 @@ class DispatchMode(TorchDispatchMode, abc.ABC):
     """The base of dispatch modes. Obsolete when torch annotates its own."""
 
     supports_higher_order_operators = True
+    #: Whether names are to be marked for it, outside traces too.
+    hears_names: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
@@ -64,6 +66,13 @@ without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = (
 )
 # Whether subclasses and modes handle functions of torch on this thread.
 torch_function_state: Callable[[], Any] = _torch._C._get_torch_function_state
+
+
+def hear_names() -> bool:
+    """Whether a mode wants names marked; autograd takes modes along to its own threads."""
+    return is_watched() and any(
+        getattr(mode, "hears_names", False) for mode in dispatch_modes()
+    )
 
 
 def run_in_mode(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

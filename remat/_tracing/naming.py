@@ -4,15 +4,12 @@ The value itself is returned, so a name does not affect aliases, in-place operat
 transforms. The mark is an operator without outputs, which only a trace ever runs.
 """
 
-import contextlib
-import threading
 from typing import TypeVar
 
 import torch
 from torch.fx.node import has_side_effect
 
-from remat._torch import dtensor, levels, schemas, tracer, trees
-from remat._torch.attributes import attributes_as
+from remat._torch import dtensor, levels, modes, schemas, tracer, trees
 
 _T = TypeVar("_T")
 
@@ -37,18 +34,6 @@ def mark(tensor: torch.Tensor, name: str) -> None:
 
 # In Dynamo's graphs of `vmap`, which have marks of batches in them.
 schemas.library().impl("mark", mark, "FuncTorchBatched")
-
-
-class _Thread(threading.local):
-    marks = False
-
-
-_thread = _Thread()
-
-
-def marking() -> contextlib.AbstractContextManager[None]:
-    """Inside, names are marked outside traces too, for a mode that records operators."""
-    return attributes_as(_thread, marks=True)
 
 
 def checkpoint_name(x: _T, name: str) -> _T:
@@ -87,7 +72,7 @@ def checkpoint_name(x: _T, name: str) -> _T:
     if torch.compiler.is_dynamo_compiling():
         for tensor in trees.tensor_leaves(x):
             MARK(tensor, name)
-    elif tracer.proxy_is_active() or _thread.marks:
+    elif tracer.proxy_is_active() or modes.hear_names():
         for tensor in trees.tensor_leaves(x):
             mark(tensor, name)
     return x

@@ -92,6 +92,8 @@ class _Seen:
 class _NameWatcher(StepListener):
     """Copies values that have a name."""
 
+    hears_names = True
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[_Seen] = []
@@ -173,7 +175,7 @@ def named_values(
             do="Pass tensors on a real device, small ones if memory is short; "
             "`report` takes meta tensors.",
         )
-    with step.kept(), naming.marking(), _NameWatcher() as watcher:
+    with step.kept(), _NameWatcher() as watcher:
         outputs = step.forward()
         nodes, leaves = graph_of(outputs)
         calls = RegionCalls(nodes)

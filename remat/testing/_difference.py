@@ -80,6 +80,8 @@ class _Computed:
 class _Recorder(modes.DispatchMode):
     """Keeps a copy of what each operator on real tensors returns, views left out."""
 
+    hears_names = True
+
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[_Computed] = []
@@ -173,7 +175,7 @@ def _record_operators(
         reached = captured(function)
         labels = [k for k in captures if k in reached]
         operands = [*wanted, *(reached[label] for label in labels)]
-        with naming.marking(), _Recorder() as recorder:
+        with _Recorder() as recorder:
             outputs = flat(*wanted)
             recorder.phase = "backward"
             found = gradients(outputs, operands, contiguous_cotangents)

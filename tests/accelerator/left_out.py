@@ -16,6 +16,8 @@ LEFT_OUT: dict[str, list[str]] = {
         "test_a_policy_that_offloads_to_where_values_are_says_so",
         "tests/laws/test_law_05_options.py::test_an_inputs_storage_without_effect_says_so",
         "tests/laws/test_law_05_options.py::test_a_warning_is_at_the_users_line[stored]",
+        "tests/reporting/test_waiting.py::"
+        "test_what_waits_elsewhere_does_not_make_the_peak",
     ],
     "it counts the workspace of draws on a CPU; an accelerator's tiles are larger": [
         "tests/random/test_memory.py",
@@ -26,6 +28,16 @@ LEFT_OUT: dict[str, list[str]] = {
         "tests/laws/test_law_02_names_and_policies.py::test_matmul_policy_on_attention",
         "tests/interop/test_transformers.py::"
         "test_of_attention_the_output_alone_is_saved[llama_fused]",
+        "tests/reporting/test_checklist.py::test_a_good_model_passes",
+        "tests/reporting/test_checklist.py::"
+        "test_each_row_can_fail[attention not run twice]",
+        "tests/reporting/test_checklist.py::test_without_regions_most_does_not_apply",
+        "tests/reporting/test_report.py::test_the_largest_values",
+        *(
+            "tests/reporting/test_suggestions.py::"
+            f"test_an_output_that_lives_anyway_costs_nothing[{end}-named_attention]"
+            for end in ("dropped", "held outside", "returned")
+        ),
     ],
     "torch calls fused recurrent cells on any device of its kind, and the CPU has none": [
         "tests/layers/test_scan.py::test_a_module_is_a_step",

@@ -151,7 +151,7 @@ def test_the_head_says_how_the_page_was_made(page: Path) -> None:
     parts = [
         "1: float32[",
         f"torch {torch.__version__}",
-        "on cpu",
+        f"on {torch.get_default_device()}",
         shlex.join(["python", *sys.orig_argv[1:]]),
         "<span>forward</span>",
         '<line class="turn"',

@@ -18,6 +18,7 @@ from remat import (
     scan,
     schedules,
 )
+from tests.random.trackers import generator_state
 from tests.reporting.models import Normed, batch, block, loss_of, parameters
 
 pytestmark = [
@@ -230,7 +231,7 @@ def test_nothing_of_the_callers_is_changed() -> None:
     weight.grad = torch.full((8,), 7.0)
     counts = torch.zeros(8)
     x = torch.randn(4, 8)
-    state = torch.get_rng_state()
+    state = generator_state()
     copies = [each.detach().clone() for each in (weight, counts, x)]
 
     def loss(x: Tensor, counts: Tensor) -> Tensor:
@@ -244,7 +245,7 @@ def test_nothing_of_the_callers_is_changed() -> None:
     for each, copy in zip((weight, counts, x), copies, strict=True):
         assert torch.equal(each, copy)
     assert torch.equal(weight.grad, torch.full((8,), 7.0))
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator_state(), state)
     assert not x.requires_grad
 
 
@@ -357,9 +358,10 @@ def test_the_allocators_peak_is_shown(attention: Report) -> None:
     """Only where there is one."""
     shown = dataclasses.replace(attention, allocator_peak_bytes=2**20)
 
-    assert attention.allocator_peak_bytes is None
-    assert "1.0 MiB by CUDA's allocator" in str(shown)
-    assert "allocator" not in str(attention)
+    has_one = torch.get_default_device().type != "cpu"
+    assert (attention.allocator_peak_bytes is not None) is has_one
+    assert "1.0 MiB by the device's allocator" in str(shown)
+    assert ("allocator" in str(attention)) is has_one
 
 
 def test_json_has_every_figure(attention: Report) -> None:

@@ -5,8 +5,8 @@ returns. It holds a weak reference to each storage. A storage counts once, howev
 tensors view it, from the operator that made it until its memory is released. A storage
 that no operator made existed before, and does not count.
 
-Not seen: buffers that live only inside one kernel, and the allocator's rounding. CUDA's
-allocator sees both, but not which operator they are of: its peak is read beside.
+Not seen: buffers that live only inside one kernel, and the allocator's rounding. An
+accelerator's allocator sees both, but not whose they are: its peak is read beside.
 """
 
 import weakref
@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 
+from remat._partition.costs import finish_work
 from remat._programs.watching import tensors_in
 from remat._regions.waiting import storages
 from remat._torch import modes
@@ -88,6 +89,7 @@ def allocator_peak(devices: Iterable[torch.device]) -> Callable[[], int | None]:
         (getattr(torch, device.type, None), device) for device in devices
     ]
     counting = [each for each in modules if hasattr(each[0], "max_memory_allocated")]
+    finish_work(device for _, device in counting)  # what it still reads is not free yet
     before = sum(module.memory_allocated(device) for module, device in counting)
     for module, device in counting:
         module.reset_peak_memory_stats(device)

@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from remat import _captures
 from remat._errors import RematError, refusal
 from remat._generators import device_states
+from remat._partition.costs import finish_work
 from remat._programs.watching import tensors_in
 from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Call
@@ -131,11 +132,11 @@ class MeasuredStep:
     def seconds(self) -> float:
         """The time of one step, until an accelerator has finished it."""
         with self.kept():
+            finish_work(self.devices)
             started = time.perf_counter()
             outputs = self.forward()
             self.backward(outputs, leaves_of(outputs))
-            if any(each.type not in ("cpu", "meta") for each in self.devices):
-                torch.accelerator.synchronize()
+            finish_work(self.devices)
             return time.perf_counter() - started
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from remat._graph import flops, operators
 from remat._graph.values import Graph
+from remat._partition.costs import finish_work
 from remat._programs.watching import Watcher, tensors_in
 from remat._regions.waiting import storages
 from remat._torch import guards, modes, tensors, trees
@@ -134,12 +135,8 @@ class StepWatcher(StepListener):
             _warm_up(op, args, kwargs)
         started = time.perf_counter()
         result = modes.run_in_mode(op, args, kwargs)
-        if (
-            self._waits
-        ):  # for an accelerator, whose operators return before they are done
-            devices = {each.device.type for each in trees.tensor_leaves(result)}
-            if devices - {"cpu", "meta"}:
-                torch.accelerator.synchronize()
+        if self._waits:
+            _finish(result)
         elapsed = time.perf_counter() - started
         self.time_s += elapsed
         self.counts[operators.short_name(op)] += 1
@@ -201,6 +198,10 @@ class StepWatcher(StepListener):
                 run.peak_bytes = max(run.peak_bytes, run.live_bytes)
 
 
+def _finish(result: Any) -> None:
+    finish_work({each.device for each in trees.tensor_leaves(result)})
+
+
 _returns_view = functools.cache(operators.returns_view)
 _is_mutable = functools.cache(operators.is_mutable)
 
@@ -212,5 +213,5 @@ def _warm_up(op: Any, args: Any, kwargs: Any) -> None:
     """Runs an operator once more, if it is torch's own and that changes nothing."""
     changes = _returns_view(op) or _is_mutable(op) or operators.may_draw(op)
     if getattr(op, "namespace", "") == "aten" and not changes:
-        modes.run_in_mode(op, args, kwargs)
+        _finish(modes.run_in_mode(op, args, kwargs))
     _WARM.add(op)

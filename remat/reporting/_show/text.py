@@ -83,7 +83,7 @@ def heading(facts: Facts) -> Iterator[str]:
     yield f"peak    {show_size(facts.peak.size_bytes)} {peak_text(facts.peak)}:"
     if facts.allocator_peak_bytes is not None:
         size = show_size(facts.allocator_peak_bytes)
-        yield f"        {size} by CUDA's allocator, what one kernel keeps for itself included"
+        yield f"        {size} by the device's allocator, what one kernel keeps for itself included"
     groups = facts.peak.groups
     yield "        " + ", ".join(f"{show_size(size)} {name}" for name, size in groups)
     optimizer = _words_if_known(show_size, facts.optimizer_bytes)
