@@ -18,6 +18,7 @@ ENVIRONMENT = {
 OTHERS = {
     "budget": "tests.benchmarks.budget",
     "fit": "tests.benchmarks.fit",
+    "gpu": "tests.benchmarks.gpu",
     "growth": "tests.benchmarks.growth",
     "overhead": "tests.benchmarks.overhead",
     "peaks": "tests.benchmarks.peaks",
@@ -29,6 +30,8 @@ OTHERS = {
     "tiles": "tests.benchmarks.tiles",
     "transformers": "tests.benchmarks.transformers",
 }
+#: Which of them are told what the command was told.
+OPTIONS = {"gpu": ("dry_run", "quick")}
 #: What these measure, each by a name of its own too.
 ROWS_OF = {
     "nested": ("pinn", "maml", "hessian", "penalty", "third"),
@@ -53,7 +56,9 @@ def main(given: list[str] | None = None) -> int:
     others = [name for name in arguments.names if name in OTHERS]
     failed = _suite(picked, arguments) if picked else 0
     for name in others:
-        failed += importlib.import_module(OTHERS[name]).main(arguments.threads) or 0
+        options = {key: getattr(arguments, key) for key in OPTIONS.get(name, ())}
+        measure = importlib.import_module(OTHERS[name]).main
+        failed += measure(arguments.threads, **options) or 0
     for group, own in ROWS_OF.items():
         named = [name for name in arguments.names if name in (group, *own)]
         if named:
@@ -75,6 +80,9 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--markdown", type=Path, help="the file that gets the tables")
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, two rounds, nothing compiled"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="of gpu: print what would be measured"
     )
     return parser
 

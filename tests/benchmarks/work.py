@@ -14,6 +14,7 @@ from torch import Tensor
 Params = dict[str, Tensor]
 Unit = Callable[[Params, Tensor], Tensor]
 Loss = Callable[[Unit, Sequence[Params], Tensor], Tensor]
+Attend = Callable[..., Tensor]
 
 HEAD_WIDTH = 64
 VOCABULARY = 256
@@ -24,20 +25,24 @@ def num_heads(width: int) -> int:
     return max(2, width // HEAD_WIDTH)
 
 
-def block(p: Params, x: Tensor) -> Tensor:
+def block(
+    p: Params, x: Tensor, attend: Attend = F.scaled_dot_product_attention
+) -> Tensor:
     """Attention and a GELU MLP, each after a layer norm; x and the result are (b, s, d)."""
-    x = attention(p, x)
+    x = attention(p, x, attend)
     h = F.layer_norm(x, x.shape[-1:], p["norm2"], p["bias2"])
     return x + F.gelu(h @ p["up"]) @ p["down"]
 
 
-def attention(p: Params, x: Tensor) -> Tensor:
+def attention(
+    p: Params, x: Tensor, attend: Attend = F.scaled_dot_product_attention
+) -> Tensor:
     """The first half of a block."""
     b, s, d = x.shape
     heads = num_heads(d)
     h = F.layer_norm(x, (d,), p["norm1"], p["bias1"])
     q, k, v = (h @ p["qkv"]).view(b, s, 3, heads, d // heads).permute(2, 0, 3, 1, 4)
-    a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    a = attend(q, k, v, is_causal=True)
     return x + a.transpose(1, 2).reshape(b, s, d) @ p["out"]
 
 
