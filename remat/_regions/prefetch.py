@@ -6,9 +6,10 @@ that all ranks begin the same collectives in the same order. The order of the fo
 not do: some of them may have been abandoned, and ranks collect garbage at different times.
 
 A region is restored as many regions ahead as its storages say, at the least: one for what
-is gathered from other ranks, `prefetch` for what is offloaded. Each thread has at most that
-many restorations under way, besides that of the region whose backward runs. Restorations
-belong to one run of autograd; those that the run does not use are dropped at its end.
+is gathered from other ranks, `prefetch` for what is offloaded. Each thread has at most as
+many restorations under way as the farthest of them is ahead, besides that of the region
+whose backward runs. Restorations belong to one run of autograd; those that the run does not
+use are dropped at its end.
 """
 
 import heapq
@@ -43,6 +44,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_farthest = 1  # how many regions ahead any has been restored in this process
 
 
 def awaited(storeds: Sequence[Stored]) -> Awaited | None:
@@ -54,6 +56,8 @@ def awaited(storeds: Sequence[Stored]) -> Awaited | None:
         # A backward that failed outside all regions may have left restorations.
         drop()
     num_ahead = min(joint.num_ahead for joint in joints)
+    global _farthest
+    _farthest = max(_farthest, num_ahead)
     return Awaited(tuple(map(weakref.ref, storeds)), num_ahead)
 
 
@@ -70,7 +74,7 @@ def start(node: Any) -> None:
     for distance, following in enumerate(_following(node), 1):
         if distance <= following.num_ahead:
             _send_for(following)
-        if distance >= following.num_ahead:
+        if distance >= _farthest:
             return
 
 
@@ -90,7 +94,7 @@ def _send_for(waiting: Awaited) -> None:
     storeds = [stored for each in waiting.references if (stored := each()) is not None]
     key = _awaited_key(storeds)
     is_freed = len(storeds) < len(waiting.references)
-    is_full = len(_thread.flights) > waiting.num_ahead
+    is_full = len(_thread.flights) > _farthest
     if not is_freed and not is_full and key not in _thread.flights:
         _thread.flights[key] = Restoration(storeds)
 

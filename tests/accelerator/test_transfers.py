@@ -59,6 +59,30 @@ def test_so_many_copies_are_under_way(prefetch: int, pin: bool, device_counts: A
     assert_bitwise(found, step(block))
 
 
+def test_each_value_comes_back_as_early_as_its_own_storage_says(device_counts: Any):
+    """That of the first region with the last one's; those between one region ahead."""
+    layers = [
+        remat(block, saved_inputs={"x": Offload(prefetch=num_ahead)})
+        for num_ahead in (3, 1, 1, 1)
+    ]
+    x = torch.randn(8, 4, device=HERE, requires_grad=True)
+    w = torch.randn(4, 4, device=HERE, requires_grad=True)
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = layer(y, w)
+        torch.autograd.grad(y.sum(), (x, w))
+
+    step()  # traces
+    torch.accelerator.synchronize(HERE)
+    device_counts.forget()
+    step()
+
+    assert device_counts.of("copies_to_device") == 4
+    assert device_counts.of("most_copies_to_device_at_once") == 3
+
+
 def test_the_device_holds_what_is_under_way():
     """A backward holds what is read, what is sent for ahead, and what it computes."""
     layer = remat(lambda x: x.sin().exp(), saved_inputs=Offload())
