@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, final
 
 from torch import Tensor
@@ -222,14 +222,18 @@ def placements_of(
 
 
 def make_views(
-    views: Sequence[View], outputs: Sequence[Tensor], operands: Sequence[Tensor]
+    views: Sequence[View],
+    outputs: Sequence[Tensor],
+    operands: Sequence[Tensor] | Mapping[int, Tensor],
 ) -> list[Tensor | None]:
     """What is returned, each from the tensor that it is or shares its storage with."""
     return [_make_view(view, outputs, operands) for view in views]
 
 
 def _make_view(
-    view: View, outputs: Sequence[Tensor], operands: Sequence[Tensor]
+    view: View,
+    outputs: Sequence[Tensor],
+    operands: Sequence[Tensor] | Mapping[int, Tensor],
 ) -> Tensor | None:
     if view.output is not None:
         tensor = outputs[view.output]

@@ -447,7 +447,7 @@ def node_gradients(
     present = [each for each in cotangents if each is not None]
     is_recorded = torch.is_grad_enabled() or not autograd.is_plain_autograd()
     if derived.program is not None and not is_recorded:
-        return run_freeing(derived.program, ctx, present)
+        return run_freeing(derived, derived.program, ctx, present)
     kept, call = read_saved(ctx), ctx.call
     try:
         require_recordable(present)
@@ -563,7 +563,7 @@ def _is_alone(ctx: Any, derived: Region, cotangents: Sequence[Tensor]) -> bool:
         is_more = ctx.is_first_order or derived.views
         return not is_more and all(map(guards.is_told_by_wrapper, cotangents))
     is_recorded = torch.is_grad_enabled() or not guards.is_quiet()
-    is_alone = derived.program is not None and not is_recorded
+    is_alone = derived.program is not None and not (derived.views or is_recorded)
     return is_alone and all(map(guards.is_plain, cotangents))
 
 

@@ -15,7 +15,8 @@ from remat._errors import SavedTensorModifiedError, SecondDerivativeError, refus
 from remat._graph.meta import TensorMeta
 from remat._programs.program import Program
 from remat._regions import out_of_memory
-from remat._regions.protocol import Call
+from remat._regions.forwards import make_views
+from remat._regions.protocol import Call, Region
 from remat._torch import autograd, levels
 
 
@@ -40,10 +41,16 @@ def read_saved(ctx: Any) -> tuple[Tensor, ...]:
 
 
 def run_freeing(
-    program: Program, ctx: Any, cotangents: Sequence[Tensor]
+    derived: Region, program: Program, ctx: Any, cotangents: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Computes the gradients by a program, which frees what was saved as it goes."""
+    """Computes the gradients by a region's program, which frees what was saved as it goes."""
     read = [*read_saved(ctx), *cotangents]
+    # A gradient may be a cotangent, or a view of one, or none.
+    passed = {
+        view.operand: read[derived.num_leading + view.operand]
+        for view in derived.views or ()
+        if view.operand is not None
+    }
     # Unless the graph is kept, each is freed after its last use, not at the end.
     ctx.maybe_clear_saved_tensors()
     try:
@@ -51,6 +58,8 @@ def run_freeing(
     except RuntimeError as error:
         explain_failure(error, ctx)
         raise
+    if derived.views is not None:
+        found = make_views(derived.views, found, passed)
     return by_operand(ctx.needs_input_grad, found)
 
 

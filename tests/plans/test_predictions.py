@@ -299,6 +299,36 @@ def test_regions_inside_are_planned_through() -> None:
     assert costs[-1] == 0
 
 
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, w, b: (x @ w).sin().exp().tanh() + b,
+        lambda x, w, b: torch.cat([(x @ w).sin().exp().tanh(), b]),
+        lambda x, w, b: (x @ w).sin().exp().tanh() + b.detach(),
+    ],
+    ids=["a cotangent", "a view of it", "none"],
+)
+def test_what_was_saved_is_freed_whatever_gradients_are(fun: Any) -> None:
+    """Also where a gradient is not computed: it is the cotangent, a part of it, or missing."""
+    args = [seeded(64, 8), seeded(8, 32, seed=1), seeded(64, 32, seed=2)]
+    args = [each.requires_grad_() for each in args]
+    found = plan(fun, budget=1 << 30)(*args)
+    region = remat(fun, policy=found.policy)
+    plain = torch.autograd.grad(fun(*args).square().sum(), args, allow_unused=True)
+    assert_bitwise(
+        torch.autograd.grad(region(*args).square().sum(), args, allow_unused=True),
+        plain,
+    )
+
+    with LiveBytes() as memory:
+        result = region(*args)
+        ones = torch.ones_like(result)
+        memory.reset_peak()
+        torch.autograd.grad(result, args, ones, allow_unused=True)
+
+    assert memory.peak - result.nbytes - ones.nbytes <= found.peaks.backward
+
+
 @pytest.mark.contract
 def test_late_recomputation_bounds_the_peak() -> None:
     """Layers in one region come back one at a time: the peak is near one layer's."""
