@@ -87,9 +87,10 @@ class Shares:
         self.units = list(units.values())
         self._known: dict[tuple[int, int], Plan] = {}
         #: The plans for saving everything.
-        self.whole = [self._plan(k, ANY_BYTES) for k in range(len(planners))]
+        self.whole = [self.plan(k, ANY_BYTES) for k in range(len(planners))]
 
-    def _plan(self, place: int, size: int) -> Plan:
+    def plan(self, place: int, size: int) -> Plan:
+        """What a call saves within so many bytes."""
         key = self._equal[place], size
         if key not in self._known:
             self._known[key] = self._planners[key[0]].within(size)
@@ -113,7 +114,7 @@ class Shares:
         sizes = {b for each in problems for b in each.budgets if b >= least}
         found: dict[int, tuple[int, Share]] = {}
         for size in sorted(sizes):
-            plans = [self._plan(place, size) for place in unit]
+            plans = [self.plan(place, size) for place in unit]
             saved = sum(each.saved_bytes for each in plans)
             cost = sum(each.recompute_cost for each in plans)
             found.setdefault(cost, (size, Share(saved, cost)))
@@ -124,7 +125,7 @@ class Shares:
         found = list(self.whole)
         for unit, size in zip(self.units, sizes, strict=True):
             for place in unit:
-                found[place] = self._plan(place, size)
+                found[place] = self.plan(place, size)
         return found
 
     def split(self, total: int) -> list[Plan]:
@@ -194,7 +195,7 @@ class Shares:
 
     def _column(self, unit: int, size: int, point: Share, loads: Loads) -> list[int]:
         """What a budget of a unit costs, saves, and adds at each moment."""
-        added = [loads.added(k, self._plan(k, size)) for k in self.units[unit]]
+        added = [loads.added(k, self.plan(k, size)) for k in self.units[unit]]
         return [point.cost, point.saved_bytes, *map(sum, zip(*added, strict=True))]
 
 

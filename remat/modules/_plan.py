@@ -22,7 +22,7 @@ from remat._torch import trees
 from remat.modules._apply import Where, apply, remove
 from remat.modules._blocks import BlockCall, blocks_of, called
 from remat.modules._step import Step
-from remat.policies import Budget
+from remat.policies import AbstractPolicy, Budget
 from remat.policies._budget import Peak, Size, as_budget
 from remat.policies._sizes import show_size
 
@@ -118,7 +118,7 @@ def _saved_in_block(found: Plan) -> list[str]:
 def plan(
     model: nn.Module,
     *,
-    budget: Size | None = None,
+    budget: Size | AbstractPolicy | None = None,
     peak: Peak | None = None,
     where: Where | None = None,
     step: Step | None = None,
@@ -138,8 +138,9 @@ def plan(
     Args:
         model: the model; regions that `apply` put in its blocks are replaced.
         budget: the most that the blocks save in one call of the model, as
-            `policies.budget` takes it; a float in (0, 1] is a fraction of what the blocks
-            hold without remat. None means as much as `peak` lets.
+            `policies.budget` takes it, or such a policy, with its `allow`; a float in (0, 1]
+            is a fraction of what the blocks hold without remat. None means as much as `peak`
+            lets.
         peak: the most that the blocks may hold and make at once in a step, with their inputs
             and the gradients of their parameters: `predicted_peak_bytes`. As
             `policies.budget` takes it.

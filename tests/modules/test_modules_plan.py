@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import BudgetError, RematWarning, modules, saved_residuals
+from remat import (
+    BudgetError,
+    RematWarning,
+    modules,
+    policies,
+    saved_residuals,
+)
 from remat._partition import budgets
 from remat._partition.decide import fingerprint
 from remat.planners import Share, share
@@ -171,6 +177,19 @@ def test_a_peak_that_blocks_cannot_keep() -> None:
 
     least = int(str(caught.value).partition("Pass peak=")[2].partition(",")[0])
     assert modules.plan(model, peak=least)(x).predicted_peak_bytes == least
+
+
+def test_a_budget_says_what_blocks_may_save() -> None:
+    """By its `allow`."""
+    model, x = made()
+    plain = gradients(copy.deepcopy(model), x)
+
+    budget = policies.budget(4000, allow=policies.by_op("aten.addmm"))
+    found = modules.plan(model, budget=budget, peak="1MiB")(x)
+
+    rows = [row for each in found.rows for row in each.plan.rows]
+    assert {row.op for row in rows if row.storage is not None} == {"aten.addmm"}
+    assert all(map(torch.equal, gradients(model, x), plain))
 
 
 def test_equal_blocks_are_planned_once(monkeypatch: Any) -> None:
