@@ -83,21 +83,21 @@ class _LiveBytes(modes.DispatchMode):
 
     def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
         for tensor in trees.tensor_leaves((args, kwargs)):
-            self._meet(tensor, is_new=False)
+            self._count(tensor, is_new=False)
         result = modes.run_in_mode(op, args, kwargs)
         for tensor in trees.tensor_leaves(result):
-            self._meet(tensor, is_new=not self.is_paused)
+            self._count(tensor, is_new=not self.is_paused)
         return result
 
-    def _meet(self, tensor: Tensor, *, is_new: bool) -> None:
+    def _count(self, tensor: Tensor, *, is_new: bool) -> None:
         storage = tensor.untyped_storage()
-        key = weakref.ref(storage, self._forget)
+        key = weakref.ref(storage, self._subtract)
         if key not in self._sizes:
             self._sizes[key] = storage.nbytes() if is_new else 0
             self.now += self._sizes[key]
             self.peak = max(self.peak, self.now)
 
-    def _forget(self, key: _Key) -> None:
+    def _subtract(self, key: _Key) -> None:
         self.now -= self._sizes.pop(key)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
 
@@ -85,6 +86,7 @@ class Shares:
             units.setdefault(regions[place] if regions else place, []).append(place)
         #: The places of the calls that have one budget.
         self.units = list(units.values())
+        self._kinds = [tuple(self._equal[k] for k in unit) for unit in self.units]
         self._known: dict[tuple[int, int], Plan] = {}
         #: The plans for saving everything.
         self.whole = [self.plan(k, ANY_BYTES) for k in range(len(planners))]
@@ -97,24 +99,17 @@ class Shares:
         return self._known[key]
 
     @functools.cached_property
-    def _frontiers(self) -> list[list[tuple[int, Share]]]:
-        """For each unit the budgets that it may have, with what they come to."""
-        known: dict[tuple[int, ...], list[tuple[int, Share]]] = {}
-        for unit in self.units:
-            kind = self._kind(unit)
-            known[kind] = known.get(kind) or self._frontier(unit)
-        return [known[self._kind(unit)] for unit in self.units]
+    def _frontiers(self) -> dict[tuple[int, ...], list[tuple[int, Share]]]:
+        """For each kind of unit the budgets that it may have, with what they come to."""
+        return {kind: self._frontier(kind) for kind in dict.fromkeys(self._kinds)}
 
-    def _kind(self, unit: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self._equal[place] for place in unit)
-
-    def _frontier(self, unit: Sequence[int]) -> list[tuple[int, Share]]:
-        problems = [self.whole[place].problem for place in {*self._kind(unit)}]
+    def _frontier(self, places: tuple[int, ...]) -> list[tuple[int, Share]]:
+        problems = [self.whole[place].problem for place in {*places}]
         least = max(each.fixed_bytes for each in problems)
         sizes = {b for each in problems for b in each.budgets if b >= least}
         found: dict[int, tuple[int, Share]] = {}
         for size in sorted(sizes):
-            plans = [self.plan(place, size) for place in unit]
+            plans = [self.plan(place, size) for place in places]
             saved = sum(each.saved_bytes for each in plans)
             cost = sum(each.recompute_cost for each in plans)
             found.setdefault(cost, (size, Share(saved, cost)))
@@ -122,11 +117,12 @@ class Shares:
 
     def _plans(self, sizes: Sequence[int]) -> list[Plan]:
         """The plan of each call, by the budgets of units."""
-        found = list(self.whole)
-        for unit, size in zip(self.units, sizes, strict=True):
-            for place in unit:
-                found[place] = self.plan(place, size)
-        return found
+        size_of = {
+            place: size
+            for unit, size in zip(self.units, sizes, strict=True)
+            for place in unit
+        }
+        return [self.plan(place, size) for place, size in sorted(size_of.items())]
 
     def split(self, total: int) -> list[Plan]:
         """The plan of each call, so that the least is recomputed within so many bytes.
@@ -134,20 +130,18 @@ class Shares:
         Raises:
             BudgetError: more is held even if nothing is saved.
         """
-        kinds: dict[tuple[int, ...], list[int]] = {}
-        for k, unit in enumerate(self.units):
-            kinds.setdefault(self._kind(unit), []).append(k)
-        frontiers = [self._frontiers[units[0]] for units in kinds.values()]
+        counts, frontiers = Counter(self._kinds), self._frontiers
         taken = share(
-            [[point for _, point in points] for points in frontiers],
-            [len(units) for units in kinds.values()],
+            [[point for _, point in points] for points in frontiers.values()],
+            [counts[kind] for kind in frontiers],
             total,
             self._where,
         )
-        sizes = dict[int, int]()
-        for units, points, chosen in zip(kinds.values(), frontiers, taken, strict=True):
-            sizes |= {k: points[p][0] for k, p in zip(units, chosen, strict=True)}
-        return self._plans([sizes[k] for k in range(len(self.units))])
+        sizes = {
+            kind: iter([points[k][0] for k in chosen])
+            for (kind, points), chosen in zip(frontiers.items(), taken, strict=True)
+        }
+        return self._plans([next(sizes[kind]) for kind in self._kinds])
 
     def within(self, limit: int, loads: Loads, most: float | None = None) -> Search:
         """The plans that recompute least while the peak is within a limit.
@@ -158,28 +152,23 @@ class Shares:
             most: the most bytes that may be saved in all.
         """
         points = [
-            (k, size, point)
-            for k, own in enumerate(self._frontiers)
-            for size, point in own
+            (unit, size, point)
+            for unit, kind in enumerate(self._kinds)
+            for size, point in self._frontiers[kind]
         ]
-        columns = [self._column(*each, loads) for each in points]
-        rows = np.array(columns).T
-        program = MultipleChoice(
-            np.array([k for k, _, _ in points]),
-            np.ones(len(self.units), int),
-            rows[0],
-            rows,
-        )
-        bytes_left = np.array(loads.fixed)
+        rows = np.array([self._column(*each, loads) for each in points]).T
+        units, counts = np.array([each[0] for each in points]), [1] * len(self.units)
+        program = MultipleChoice(units, np.array(counts), rows[0], rows)
+        total = np.inf if most is None else most
 
         def taken(
             peak: float, cost: float = np.inf, soft: int | None = None
         ) -> list[Plan] | None:
-            limits = [cost, np.inf if most is None else most, *(peak - bytes_left)]
+            limits = [cost, total, *(peak - each for each in loads.fixed)]
             found = program.take(limits, soft, _NODES)
             if found is None:
                 return None
-            return self._plans([points[p][1] for p in np.flatnonzero(found)])
+            return self._plans([points[k][1] for k in np.flatnonzero(found)])
 
         found = taken(limit) or taken(limit, soft=2) or self.split(int(most or 0))
         if loads.peak(found) > limit:
