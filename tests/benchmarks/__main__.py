@@ -20,6 +20,7 @@ OTHERS = {
     "fit": "tests.benchmarks.fit",
     "gpu": "tests.benchmarks.gpu",
     "growth": "tests.benchmarks.growth",
+    "llama": "tests.benchmarks.llama",
     "overhead": "tests.benchmarks.overhead",
     "peaks": "tests.benchmarks.peaks",
     "random": "tests.benchmarks.random",

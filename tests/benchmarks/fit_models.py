@@ -4,6 +4,7 @@ Those of libraries are modules; the others are functions of their parameters, wh
 regions, each decorated where it is made: a model's regions are its own.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -130,7 +131,7 @@ def perceptron() -> Model:
 
     return _of_step(
         step,
-        [_w(*each) for each in zip(widths, widths[1:], strict=False)],
+        [_w(*each) for each in itertools.pairwise(widths)],
         torch.randn(512, 16),
     )
 
@@ -149,8 +150,8 @@ def convolutions() -> Model:
         return x.mean((2, 3)).square().sum()
 
     widths = [4, 8, 16, 32]
-    pairs = zip(widths[1:], widths, strict=False)
-    return _of_step(step, [_w(*each, 3, 3) for each in pairs], _inputs(4, 32, 32))
+    params = [_w(made, given, 3, 3) for given, made in itertools.pairwise(widths)]
+    return _of_step(step, params, _inputs(4, 32, 32))
 
 
 def u_net() -> Model:
