@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast, final
@@ -94,8 +95,9 @@ def _policy_of(candidate: object, where: str) -> AbstractPolicy:
 def _diagnose(candidate: object) -> tuple[str, str]:
     """Returns why this is not a function of a value, and what to do; or two blanks."""
     name, is_class = policy_name(candidate), isinstance(candidate, type)
-    is_ours = str(getattr(candidate, "__module__", "")).startswith(__package__ or "")
-    makes_policies = callable(candidate) and is_ours
+    # A function of `policies` that is no policy itself.
+    named = vars(sys.modules[__package__ or ""]).get(name)
+    makes_policies = callable(candidate) and named is candidate
     if isinstance(candidate, type):
         makes_policies = issubclass(candidate, AbstractPolicy)
     match candidate:
