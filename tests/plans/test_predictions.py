@@ -313,7 +313,7 @@ def test_what_was_saved_is_freed_whatever_gradients_are(fun: Any) -> None:
     args = [seeded(64, 8), seeded(8, 32, seed=1), seeded(64, 32, seed=2)]
     args = [each.requires_grad_() for each in args]
     found = plan(fun, budget=1 << 30)(*args)
-    region = remat(fun, policy=found.policy)
+    region: Any = remat(fun, policy=found.policy)
     plain = torch.autograd.grad(fun(*args).square().sum(), args, allow_unused=True)
     assert_bitwise(
         torch.autograd.grad(region(*args).square().sum(), args, allow_unused=True),
