@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from remat import fit, modules, random, remat
 from tests.benchmarks import peaks, transformers
+from tests.support import tensors_in
 
 SIZE = transformers.Size(width=64, layers=3, length=64)
 EXAMPLES, WIDTH = 8, 32
@@ -49,7 +50,7 @@ def _of_module(
         return found.predicted_peak_bytes, sum(p.recompute_cost for p in plans)
 
     others = [*net.parameters(), *net.buffers(), *call.values()]
-    wanted = [each for each in net.parameters() if each.requires_grad]
+    wanted: list[Tensor] = [each for each in net.parameters() if each.requires_grad]
     return Model(lambda: loss(net(**call)), planned, wanted, others)
 
 
@@ -65,7 +66,7 @@ def _of_net(net: nn.Module, x: Tensor, name: str = "input") -> Model:
 
 def _of_step(step: Callable[..., Tensor], params: Any, *batch: Any) -> Model:
     """A function from parameters and a batch to its loss, of which `fit` finds the regions."""
-    own = [each for each in _leaves(params) if isinstance(each, Tensor)]
+    own = [each for each in tensors_in(params) if isinstance(each, Tensor)]
 
     def planned(peak: int, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
         found = fit(step, peak=peak, optimizer=optimizer)(params, *batch)
@@ -74,11 +75,9 @@ def _of_step(step: Callable[..., Tensor], params: Any, *batch: Any) -> Model:
         return found.predicted_peak_bytes, sum(p.recompute_cost for p in plans)
 
     wanted = [each for each in own if each.requires_grad]
-    return Model(lambda: step(params, *batch), planned, wanted, [*own, *_leaves(batch)])
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+    return Model(
+        lambda: step(params, *batch), planned, wanted, [*own, *tensors_in(batch)]
+    )
 
 
 def _w(*shape: int) -> Tensor:
@@ -295,7 +294,7 @@ def equation() -> Model:
             return torch.func.grad(solution, argnums=1)(params, x)
 
         ones = torch.ones_like(x)
-        value, curve = torch.func.jvp(slope, (x,), (ones,))
+        value, curve = torch.func.jvp(slope, (x,), (ones,))[:2]
         return (curve + value.sin()).square().mean()
 
     def step(params: list[Tensor], x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from remat import modules, policies, storage
@@ -111,7 +112,7 @@ def planned(shape: Shape, allow: Any = None) -> modules.ModulePlan:
 
 def _sharded(shape: Shape) -> Any:
     """May a value wait: in parts, where all devices hold it, else as it is."""
-    mesh = dist.init_device_mesh("cpu", (OF_DP, OF_TP), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (OF_DP, OF_TP), mesh_dim_names=("dp", "tp"))
     parts = storage.Shard(mesh["tp"], replicated="trust")
 
     def allow(value: policies.Value) -> Any:
