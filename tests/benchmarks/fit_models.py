@@ -66,7 +66,7 @@ def _of_net(net: nn.Module, x: Tensor, name: str = "input") -> Model:
 
 def _of_step(step: Callable[..., Tensor], params: Any, *batch: Any) -> Model:
     """A function from parameters and a batch to its loss, of which `fit` finds the regions."""
-    own = [each for each in tensors_in(params) if isinstance(each, Tensor)]
+    own = tensors_in(params)
 
     def planned(peak: int, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
         found = fit(step, peak=peak, optimizer=optimizer)(params, *batch)
