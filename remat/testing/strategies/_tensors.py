@@ -27,8 +27,8 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
         True
     """
     generator = torch.Generator().manual_seed(seed)
-    wide = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return wide.to(dtype)
+    wide = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return wide.to(torch.get_default_device(), dtype)
 
 
 _Shape = tuple[int, ...]
@@ -139,7 +139,7 @@ class Cotangents:
         dtype = torch.complex128 if output.is_complex() else torch.float64
 
         def normal(*shape: int) -> Tensor:
-            made = torch.randn(shape, generator=generator, dtype=dtype)
+            made = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
             return made.to(device=output.device, dtype=output.dtype)
 
         match self.kinds[min(index, len(self.kinds) - 1)]:
