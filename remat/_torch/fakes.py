@@ -198,8 +198,9 @@ def call_on_fakes(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Calls a module on tensors like its own and like the arguments, without data."""
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    with faked((own, args, kwargs)) as (state, args, kwargs):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        state, args, kwargs = map_tensors(mode.from_tensor, (own, args, kwargs))
         torch.func.functional_call(module, state, args, kwargs)
 
 
@@ -213,11 +214,12 @@ def faked(tree: Any) -> Generator[Any]:
 
         def leaf(tensor: Tensor) -> Tensor:
             if id(tensor) not in made:
-                # torch asks for the gradient of what it converts, and warns if that is no leaf.
-                alias = tensor.detach()
-                if not isinstance(tensor, FakeTensor):
-                    alias = mode.from_tensor(alias)
-                made[id(tensor)] = alias.requires_grad_(tensor.requires_grad)
+                like = (
+                    tensor
+                    if isinstance(tensor, FakeTensor)
+                    else mode.from_tensor(tensor)
+                )
+                made[id(tensor)] = like.detach().requires_grad_(tensor.requires_grad)
             return made[id(tensor)]
 
         yield map_tensors(leaf, tree)
@@ -227,7 +229,12 @@ def zeros_like_results(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What a call returns, with zeros for its numbers, computed without data."""
-    with faked((args, kwargs)) as (args, kwargs):
+    # torch asks for the gradient of what it converts, and warns if that is no leaf.
+    leaves = map_tensors(
+        lambda each: each.detach().requires_grad_(each.requires_grad), (args, kwargs)
+    )
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        args, kwargs = map_tensors(mode.from_tensor, leaves)
         results = function(*args, **kwargs)
     return map_tensors(_zeros_like_fake, results)
 
