@@ -9,6 +9,8 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 from xdist.scheduler import LoadScopeScheduling
 
 from remat._generators import device_states
@@ -24,6 +26,9 @@ hypothesis.settings.register_profile(
     "remat", derandomize=True, deadline=None, database=None
 )
 hypothesis.settings.load_profile("remat")
+# It draws some numbers from the constants of whatever modules are imported: its examples would
+# depend on the tests that ran before. No setting turns that off.
+providers._get_local_constants = Constants
 
 # They start several processes each, once for all tests of a file.
 WORLDS = ("tests/storage/test_shard.py", "tests/distributed/")
