@@ -54,6 +54,9 @@ class Residual:
         )
 
 
+_SECOND = ", held for a second derivative only"
+
+
 def residuals_of(entry: Entry, read: Cut | None = None) -> list[Residual]:
     """The saved values in the order of the forward, then the operands.
 
@@ -63,32 +66,49 @@ def residuals_of(entry: Entry, read: Cut | None = None) -> list[Residual]:
     analysis, values = stages.analysis, stages.joint.graph.values
     found = read or stages.cut
     reason = "a value that the backward reads" if read else region.policy.reason
-    # Name, path and operator, the value, its storage, its source, and why it is held.
-    rows: list[tuple[str, str, str, int, AbstractStorage, str, str]] = []
+
+    def residual(index: int, storage: AbstractStorage, **said: str) -> Residual:
+        meta = values[index].meta
+        assert isinstance(meta, TensorMeta)
+        size_bytes = storage.held(meta).size_bytes
+        return Residual(
+            shape=meta.shape,
+            dtype=meta.dtype,
+            size_bytes=size_bytes,
+            storage=storage,
+            **said,
+        )
+
+    residuals: list[Residual] = []
     for index in found.saved:
         number, value = analysis.numbers[analysis.roots[index]], values[index]
         names = analysis.views[number].names if number in analysis.views else ()
         storage = Keep() if read else stages.decisions[number].storage
-        made_by = operators.made_by(value, values)
-        rows.append(
-            (", ".join(names), "", made_by, index, storage, value.source, reason)
+        residuals.append(
+            residual(
+                index,
+                storage,
+                name=", ".join(names),
+                path="",
+                op=operators.made_by(value, values),
+                source=value.source,
+                reason=reason,
+            )
         )
     for index, path in enumerate(entry.labels):
         if read and index not in read.operands:
             continue
-        storage = region.inputs.get(index, Keep())
-        name = ", ".join(values[index].names) or path
         is_read = index in found.operands
-        reason = f"an argument{' that the backward reads' if is_read else _SECOND}"
-        rows.append((name, path, "input", index, storage, "", reason))
-    residuals: list[Residual] = []
-    for name, path, op, index, storage, source, reason in rows:
-        meta = values[index].meta
-        assert isinstance(meta, TensorMeta)
-        size_bytes = storage.held(meta).size_bytes
-        what = (name, path, op, meta.shape, meta.dtype, size_bytes, storage)
-        residuals.append(Residual(*what, source, reason))
+        use = " that the backward reads" if is_read else _SECOND
+        residuals.append(
+            residual(
+                index,
+                region.inputs.get(index, Keep()),
+                name=", ".join(values[index].names) or path,
+                path=path,
+                op="input",
+                source="",
+                reason=f"an argument{use}",
+            )
+        )
     return residuals
-
-
-_SECOND = ", held for a second derivative only"

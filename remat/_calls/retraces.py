@@ -1,10 +1,12 @@
 """What makes one function be traced again and again, told at its tenth trace."""
 
 import collections
+from collections.abc import Iterator, Mapping
 from typing import final
 
 from remat._calls.entry import Entry
 from remat._calls.signature import STATIC, CallSite
+from remat._graph.meta import TensorMeta
 from remat._user_lines import warn
 
 _MANY = 10  # a heuristic: train and eval, with and without a gradient, make fewer
@@ -14,9 +16,12 @@ _STRIDES = "Lay it out alike at each call, by x.contiguous()."
 _VALUE = "Pass a number that changes as a 0-d tensor: torch.tensor(value)."
 _CALL = "Make each call alike."
 
-# What calls can differ in, and what helps if they do.
-_Topic = tuple[str, str]
-_Described = dict[str, tuple[dict[_Topic, object], ...]]
+#: What has changed from one trace to the next, and what helps; and both values.
+_Change = tuple[tuple[str, str], str]
+_ARRANGED = (
+    ("how arguments are nested", _CALL),
+    "other containers, or other arguments are one tensor",
+)
 
 
 @final
@@ -25,9 +30,9 @@ class History:
 
     def __init__(self) -> None:
         self._count = 0
-        self._latest: _Described = {}
-        self._changes: collections.Counter[_Topic] = collections.Counter()
-        self._last: dict[_Topic, str] = {}  # both values
+        self._latest: dict[str, object] = {}
+        self._changes: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._last: dict[tuple[str, str], str] = {}
 
     def add(self, site: CallSite, known: Entry | None) -> bool:
         """Adds a trace; says whether it is the tenth.
@@ -38,10 +43,12 @@ class History:
         before, self._latest = self._latest, _described(site)
         if known is not None:
             label, text = known.covered.difference(site.roots)
-            changes = {(label, _VALUE): text}
+            changes = [((label, _VALUE), text)]
+        elif before:
+            changes = list(_changes(before, self._latest)) or [_ARRANGED]
         else:
-            changes = _changes(before, self._latest)
-        self._changes.update(changes.keys())
+            changes = []
+        self._changes.update(what for what, _ in changes)
         self._last.update(changes)
         return self._count == _MANY
 
@@ -62,36 +69,51 @@ class History:
         )
 
 
-def _described(site: CallSite) -> _Described:
-    """What two calls can differ in, by name; of several groups the first says it."""
-    signature, found = site.signature, _Described()
-    for name, meta in zip(site.tensor_names, signature.metas, strict=True):
-        sizes = enumerate(meta.shape)
-        kind = f"{meta.dtype} of {len(meta.shape)} dimensions on {meta.device}"
-        wanted = f"with{'' if meta.requires_grad else 'out'} a gradient"
-        found[name] = (
-            {(f"`{name}`", _CALL): f"{kind}, {wanted}"},
-            {(f"the size of dimension {k} of `{name}`", _SIZE): n for k, n in sizes},
-            {(f"the strides of `{name}`", _STRIDES): meta.stride},
+def _described(site: CallSite) -> dict[str, object]:
+    """What two calls can differ in, by name."""
+    signature = site.signature
+    leaves = zip(site.names, signature.layout.leaves, strict=True)
+    statics = {
+        f"`{name}`": repr(value) for name, (kind, value) in leaves if kind == STATIC
+    }
+    tensors = [f"`{name}`" for name in site.tensor_names]
+    switches = site.numerics._asdict().items()
+    return {
+        **dict(zip(tensors, signature.metas, strict=True)),
+        **statics,
+        **{f"the switch {name}": value for name, value in switches},
+    }
+
+
+def _changes(was: Mapping[str, object], now: Mapping[str, object]) -> Iterator[_Change]:
+    for name in dict.fromkeys((*was, *now)):
+        old, new = was.get(name), now.get(name)
+        if old == new:
+            continue
+        text = f"from {old!s:.60} to {new!s:.60}"
+        if isinstance(old, TensorMeta) and isinstance(new, TensorMeta):
+            yield from _changes_of_tensor(name, old, new)
+        elif isinstance(old, str) and isinstance(new, str):
+            yield (f"the value of {name}", _VALUE), text
+        else:
+            yield (name, _CALL), text
+
+
+def _changes_of_tensor(
+    name: str, old: TensorMeta, new: TensorMeta
+) -> Iterator[_Change]:
+    sizes = [*zip(old.shape, new.shape, strict=False)]
+    if len(old.shape) == len(new.shape) and old.shape != new.shape:
+        for dim, (size, other) in enumerate(sizes):
+            if size != other:
+                what = f"the size of dimension {dim} of {name}"
+                yield (what, _SIZE), f"from {size} to {other}"
+    elif old.shape == new.shape and old.stride != new.stride:
+        what = f"the strides of {name}"
+        yield (what, _STRIDES), f"from {old.stride} to {new.stride}"
+    else:
+        was, now = (
+            f"{each} on {each.device}, with{'' if each.requires_grad else 'out'} a gradient"
+            for each in (old, new)
         )
-    for name, (kind, value) in zip(site.names, signature.layout.leaves, strict=True):
-        if kind == STATIC:
-            found[name] = ({(f"the value of `{name}`", _VALUE): repr(value)},)
-    for name, value in site.numerics._asdict().items():
-        found[f"the switch {name}"] = ({(f"the switch {name}", _CALL): value},)
-    return found
-
-
-def _changes(was: _Described, now: _Described) -> dict[_Topic, str]:
-    """What differs, with both values."""
-    found: dict[_Topic, str] = {}
-    for name in [name for name in was if name in now]:
-        for old, new in zip(was[name], now[name], strict=False):
-            changed = [each for each in old if old[each] != new.get(each, old[each])]
-            if changed:
-                found |= {
-                    each: f"from {old[each]!s:.60} to {new[each]!s:.60}"
-                    for each in changed
-                }
-                break
-    return found
+        yield (name, _CALL), f"from {was} to {now}"

@@ -225,9 +225,8 @@ def sign(
         if is_array or _captures.hides_contents(leaf):
             flat = trees.flatten(arguments)[0]
             index = next(index for index, each in enumerate(flat) if each is leaf)
-            raise _hidden_argument(
-                leaf, labels(function, args, kwargs)[index], is_array=is_array
-            )
+            refused = _numpy_argument if is_array else _hidden_argument
+            raise refused(leaf, labels(function, args, kwargs)[index])
     return Signature(
         key,
         arguments,
@@ -382,18 +381,24 @@ def static_key(leaf: object) -> Hashable | None:
     return _captures.numpy_scalar(leaf)
 
 
-def _hidden_argument(leaf: Any, label: str, *, is_array: bool) -> StaticArgumentError:
-    kind = type(leaf).__name__
+def _numpy_argument(leaf: Any, label: str) -> StaticArgumentError:
     return refusal(
         StaticArgumentError,
         where=f"the argument `{label}`",
-        what=f"is a numpy {kind}."
-        if is_array
-        else f"is a {kind}, which hides its contents.",
+        what=f"is a numpy {type(leaf).__name__}.",
+        why="It is not a tensor and cannot be compared at each call, so its contents would "
+        "become constants of the trace.",
+        do="Pass torch.from_numpy(array) or torch.as_tensor(array); for a constant, pass a "
+        "Python number or a tuple of numbers.",
+    )
+
+
+def _hidden_argument(leaf: Any, label: str) -> StaticArgumentError:
+    return refusal(
+        StaticArgumentError,
+        where=f"the argument `{label}`",
+        what=f"is a {type(leaf).__name__}, which hides its contents.",
         why="Its contents can be neither traced nor compared at each call: gradients would "
         "be lost, and changes would not be seen.",
-        do="Pass torch.from_numpy(array) or torch.as_tensor(array); for a constant, pass a "
-        "Python number or a tuple of numbers."
-        if is_array
-        else "Pass its contents as a tuple, a list or a dict.",
+        do="Pass its contents as a tuple, a list or a dict.",
     )

@@ -363,8 +363,10 @@ def plan(
     require_choice("costs", costs, tuple(_UNITS), of="plan")
     policy = as_budget(budget, peak, "plan(budget=...)")
 
+    region = undecided(fun)
+
     def planned(*args: _P.args, **kwargs: _P.kwargs) -> Plan:
-        return Planner(fun, args, kwargs, policy, solver, costs).plan(policy)
+        return Planner(region, args, kwargs, policy, solver, costs).plan(policy)
 
     return planned
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from remat._errors import TraceError, refusal
-from remat._torch import fakes, isolation, levels, modes, trees
+from remat._torch import autograd, fakes, isolation, levels, modes, trees
 from remat.policies._sizes import parse_size
 
 _Key = weakref.ref[torch.UntypedStorage]
@@ -37,8 +37,9 @@ class Stretch:
         before: the bytes that live when it begins, without what regions save.
         peak: the most that live in it, likewise; of a region's half as many as `before`.
         gradients: of `before`, those of the gradients of parameters.
-        waiting: the regions whose forward ran, and whose backward did not.
+        waiting: the regions whose forward ran, and whose last backward did not.
         returned: of these, those of which an output lives throughout.
+        is_retained: whether it is a backward that frees nothing of what was saved.
     """
 
     half: str
@@ -48,6 +49,7 @@ class Stretch:
     gradients: int
     waiting: frozenset[int]
     returned: frozenset[int]
+    is_retained: bool = False
 
 
 @final
@@ -146,6 +148,7 @@ class Recorder:
                     before=now,
                     peak=now,
                     gradients=self.gradients,
+                    is_retained=half == "backward" and autograd.keeps_graph(),
                 )
             )
 
@@ -179,8 +182,9 @@ class Recorder:
         return trees.unflatten(leaves, spec)
 
     def leave(self, region: int) -> None:
-        """Notes that the backward of a region has run."""
-        self._waiting.discard(region)
+        """Notes that the backward of a region has run, for the last time or not."""
+        if not autograd.keeps_graph():
+            self._waiting.discard(region)
         self.begin()
 
     @contextlib.contextmanager

@@ -12,7 +12,8 @@ from typing import Any, final
 import numpy as np
 
 from remat._plans.plan import Plan, Planner
-from remat.planners import MultipleChoice, Share, share
+from remat.planners import Share, share
+from remat.planners._shared_budget import MultipleChoice
 from remat.policies._sizes import show_size
 
 #: A budget, in bytes, into which everything fits. Not the fraction 1.0: a draw's recorded
@@ -38,7 +39,7 @@ class Loads:
     def peak(self, plans: Sequence[Plan]) -> int:
         """The most that lives at one moment."""
         parts = [self.fixed, *(self.added(k, each) for k, each in enumerate(plans))]
-        return max(map(sum, zip(*parts, strict=True)))
+        return max(map(sum, zip(*parts, strict=True)), default=0)
 
 
 @final
@@ -47,7 +48,8 @@ class Search:
     """What a search for a peak found.
 
     Attributes:
-        found: the plans that recompute least; if nothing fits, those of the lowest peak.
+        found: the plans that recompute least; if nothing fits, those of the lowest peak
+            that the solver came upon.
         fits: whether `found` is within the limit.
         neighbors: a line for the lowest peak of plans that recompute a hundredth less, and one
             for the least recomputation with a peak so much lower, where there are such.
@@ -173,7 +175,9 @@ class Shares:
                 return None
             return self._plans([points[k][1] for k in np.flatnonzero(found)])
 
-        found = taken(limit) or taken(limit, soft=2) or self.split(int(most or 0))
+        found = taken(limit) or taken(limit, soft=2)
+        if found is None:  # the bytes in all are too few, which the split says
+            found = self.split(int(total))
         if loads.peak(found) > limit:
             return Search(found, False)
         peak, cost = loads.peak(found), sum(each.recompute_cost for each in found)

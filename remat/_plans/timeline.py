@@ -149,14 +149,16 @@ def loads_of(recording: Recording) -> Loads:
 
 def _added(stretch: Stretch, place: int, found: Plan) -> int:
     """The bytes that a region's plan adds to what lives in a part of a step."""
-    if place == stretch.region and stretch.half == "forward":
+    half = stretch.half if place == stretch.region else ""
+    if half == "forward":
         return found.peaks.forward
-    if place not in stretch.waiting:
-        return 0
     # What was returned and waits is one value: it is counted once.
     twice = found.peaks.shared if place in stretch.returned else 0
-    runs = place == stretch.region and stretch.half == "backward"
-    return (found.peaks.backward if runs else found.saved_bytes) - twice
+    if half == "backward":
+        # At the most: what is freed before the peak is not known one by one.
+        retained = found.saved_bytes if stretch.is_retained else 0
+        return found.peaks.backward + retained - twice
+    return found.saved_bytes - twice if place in stretch.waiting else 0
 
 
 def _live(stretch: Stretch, plans: Sequence[Plan]) -> tuple[int, int, int]:

@@ -144,6 +144,7 @@ class _Writing:
         owner = min(owners, key=lambda each: bytes_of(self._graph, [each]))
         args = (Ref(self._places[owner]), Ref(self._latest))
         meta = self._old[owner].meta
+        assert isinstance(meta, TensorMeta), f"%{owner} is read whole"
         held = Value(HOLD, args, meta=meta, is_backward=reader.is_backward)
         self._held[owner] = self._write(held)
         if not self._num_saved <= owner < self._num_inputs:

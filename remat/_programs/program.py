@@ -1,11 +1,11 @@
 """A graph -> one straight-line Python function that frees each value at its last use.
 
-The text of the function is kept, and `.programs()` prints it. What is printed is what runs:
-as Python, by torch's own interpreter (`_programs.interpreted`), or compiled (`_programs.compiled`). Where no
-dispatch mode listens, some steps are one call (`_programs.bindings`) and some write over what is no
-longer read (`_programs.overwriting`). For a `Watcher`, the same function reports each step before it
-runs. Inside an outer trace, the graph is interpreted instead, so that each operator keeps its
-name and its line there.
+The text of the function is kept, and `.programs()` prints it. What is printed is what runs: as
+Python, by torch's own interpreter (`_programs.interpreted`), or compiled (`_programs.compiled`).
+Where no dispatch mode listens, some steps are one call (`_programs.bindings`) and some write over
+what is no longer read (`_programs.overwriting`). For a `Watcher`, the same function reports each
+step before it runs. Inside an outer trace, the graph is interpreted instead, so that each operator
+keeps its name and its line there.
 """
 
 from __future__ import annotations

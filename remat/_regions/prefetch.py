@@ -7,12 +7,13 @@ not do: some of them may have been abandoned, and ranks collect garbage at diffe
 
 A region is restored as many regions ahead as its storages say, at the least: one for what
 is gathered from other ranks, `prefetch` for what is offloaded. Each thread has at most as
-many restorations under way as the farthest of them is ahead, besides that of the region
-whose backward runs. Restorations belong to one run of autograd; those that the run does not
-use are dropped at its end.
+many restorations under way as the largest of these numbers, of regions that are near enough,
+besides that of the region whose backward runs. Restorations belong to one run of autograd;
+those that the run does not use are dropped at its end.
 """
 
 import heapq
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,8 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_farthest = 1  # how many regions ahead any has been restored in this process
+# How many regions ahead any may be restored that this process has met: a walk ends there.
+_distances = {1}
 
 
 def awaited(storeds: Sequence[Stored]) -> Awaited | None:
@@ -56,8 +58,7 @@ def awaited(storeds: Sequence[Stored]) -> Awaited | None:
         # A backward that failed outside all regions may have left restorations.
         drop()
     num_ahead = min(joint.num_ahead for joint in joints)
-    global _farthest
-    _farthest = max(_farthest, num_ahead)
+    _distances.add(num_ahead)
     return Awaited(tuple(map(weakref.ref, storeds)), num_ahead)
 
 
@@ -70,12 +71,12 @@ def start(node: Any) -> None:
         drop()
         _thread.task = task
         autograd.at_end_of_task(drop)
-    _send_for(node.waiting)
-    for distance, following in enumerate(_following(node), 1):
-        if distance <= following.num_ahead:
-            _send_for(following)
-        if distance >= _farthest:
-            return
+    following = itertools.islice(_following(node), max(_distances))
+    wanted = [node.waiting]
+    wanted += [each for far, each in enumerate(following, 1) if far <= each.num_ahead]
+    most = max(each.num_ahead for each in wanted)
+    for each in wanted:
+        _send_for(each, most)
 
 
 def finish(storeds: Sequence[Stored]) -> list[Tensor]:
@@ -90,11 +91,11 @@ def drop() -> None:
     _thread.flights.clear()
 
 
-def _send_for(waiting: Awaited) -> None:
+def _send_for(waiting: Awaited, most: int) -> None:
     storeds = [stored for each in waiting.references if (stored := each()) is not None]
     key = _awaited_key(storeds)
     is_freed = len(storeds) < len(waiting.references)
-    is_full = len(_thread.flights) > _farthest
+    is_full = len(_thread.flights) > most
     if not is_freed and not is_full and key not in _thread.flights:
         _thread.flights[key] = Restoration(storeds)
 

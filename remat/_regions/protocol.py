@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -186,7 +186,20 @@ class WithoutProgram:
         """False: which operands the outputs depend on is known before a run."""
         return False
 
-    def one_program(self, *asked: Any, **options: Any) -> None:
-        """None: it takes a program. Outputs and tangents come from two separate runs."""
+    def one_program(self, roots: Roots) -> None:
+        """None, like what follows: it takes a program."""
+        return
 
-    fast_path = opened = pushed = one_program
+    def fast_path(self, roots: Roots, numerics: Numerics) -> None:
+        """See `one_program`."""
+        return
+
+    def opened(
+        self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
+    ) -> None:
+        """See `one_program`."""
+        return
+
+    def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> None:
+        """See `one_program`: the outputs and their tangents come from two separate runs."""
+        return

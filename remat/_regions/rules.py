@@ -547,8 +547,12 @@ def gradients_looked_up(
     is_as_asked = Numerics.current() == numerics and len(present) == len(cotangents)
     if forward is not None and is_as_asked and _is_alone(ctx, derived, present):
         known = Followed(
-            *(guards.tensor_guard(present), ctx.needs_input_grad),
-            *(guards.thread_guard(), derived, FastPath.of(forward), numerics),
+            check=guards.tensor_guard(present),
+            wanted=ctx.needs_input_grad,
+            same_thread=guards.thread_guard(),
+            region=derived,
+            path=FastPath.of(forward),
+            numerics=numerics,
         )
         if ctx.level:
             fast_path.followed_at_level = latest(known, fast_path.followed_at_level)

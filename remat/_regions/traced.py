@@ -12,8 +12,8 @@ The derivatives of a region are regions again:
 - `batched`: the region of the mapped function. If reverse mode is taken per example, its
   forward is the per-example program, mapped.
 
-A derived region is compiled when it is first needed, then kept; `_regions.rules` decides what is needed. Nothing of the user's is kept: what has to trace
-takes the roots of the call that needs it.
+A derived region is compiled when it is first needed, then kept; `_regions.rules` decides what is
+needed. Nothing of the user's is kept: what has to trace takes the roots of the call that needs it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from remat.policies._budget import for_derived
 from remat.storage import AbstractStorage, Keep
 
 _Make = TypeVar("_Make", bound=Callable[..., Any])
-_UNKNOWN: Any = object()
+_UNKNOWN: Any = object()  # what was made may be None
 
 
 def _once(make: _Make) -> _Make:
@@ -74,6 +74,7 @@ def _once(make: _Make) -> _Make:
 
     @functools.wraps(make)
     def derived(self: TracedRegion, roots: Roots, *args: Any, **kwargs: Any) -> Any:
+        # Arguments are passed in the order of the parameters, by name or not.
         key = (make.__name__, *args, *kwargs.values())
         # Inside a trace with open sizes a key holds symbols, which cannot be hashed.
         place = without_symbols(key) if self.is_open else key
@@ -117,9 +118,8 @@ class TracedRegion:
     _: dataclasses.KW_ONLY
     #: Which operands are generator states for its draws, in order.
     states: tuple[int, ...] = ()
-    verify: bool = (
-        False  # whether the backward compares saved values with recomputed ones
-    )
+    #: Whether the backward compares saved values with recomputed ones.
+    verify: bool = False
     #: The operands that do not wait as they are, and their storages.
     inputs: Mapping[int, AbstractStorage] = dataclasses.field(
         default_factory=dict[int, AbstractStorage]

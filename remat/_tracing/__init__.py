@@ -6,6 +6,7 @@ made of it; `thread`: the trace that this thread is in, what it lifts, users' ca
 torch.fx nodes as values, notes, cuts by `detach`; `in_place_operators`: writes of torch.fx nodes
 as pure operators, or on copies; `aliases`: which returned tensors are outputs, and which made
 again; `collectives`: as pure operators; `engines`: of DDP and others; `indexing`: tensors as
-indices or masks; `naming`: `checkpoint_name`; `open_sizes`: templates for every
-size, and symbols in user code; `taken_functions`: those of `torch.cond` and its like; `refusals`: errors; `side_effects`: what a trace leaves behind, in objects of others too.
+indices or masks; `naming`: `checkpoint_name`; `open_sizes`: templates for every size, and symbols
+in user code; `taken_functions`: those of `torch.cond` and its like; `refusals`: errors;
+`side_effects`: what a trace leaves behind, in objects of others too.
 """

@@ -257,9 +257,8 @@ def converter(own: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 def _within(running: Running) -> taken_functions.Within:
     """The running trace, as operators that take functions see it."""
-    held = weakref.ref(
-        running
-    )  # a node of autograd that outlives the trace may hold this
+    # A node of autograd that outlives the trace may hold this.
+    held = weakref.ref(running)
 
     @contextlib.contextmanager
     def calls(stand_in: Callable[[Tensor], Tensor]) -> Generator[None]:

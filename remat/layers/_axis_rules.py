@@ -183,6 +183,8 @@ def require_sizes(step: Step) -> None:
     has_axis = bool(step.along)
     if keeps_places and not has_axis:
         return
+    if len({state.inner for state, _ in step.along}) > 1:
+        raise MixesError("the axis meets itself in another order.")
     for each in step.operands:
         if isinstance(each.state, Along):
             continue
@@ -222,24 +224,24 @@ def _kept(step: Step) -> None:
 
 def _linear(step: Step) -> Total:
     """What is made of a sum or a mean over the axis: where that is linear, one again."""
-    kinds = [each.state for each in step.operands if not each.is_alike]
+    totals = [each for each in step.operands if not each.is_alike]
+    kinds = [each.state for each in totals]
     name, kind, is_only = step.name, kinds[0], len(kinds) == 1
+    is_cut_off = totals[0].meta.is_differentiable > step.out.meta.is_differentiable
     if name in ("add", "sub"):
         # A mean of equal values is that value, a sum is not.
         is_linear = kind is Total.MEAN or len(kinds) == len(step.value.args)
     elif name == "div":
-        is_linear = is_only and not step.operands[0].is_alike
-    elif name == "_to_copy":
-        given = step.operands[0].meta
-        is_linear = given.is_differentiable == step.out.meta.is_differentiable
+        is_rounded = step.given.get("rounding_mode") is not None
+        is_linear = is_only and not step.operands[0].is_alike and not is_rounded
     else:
         is_linear = is_only and (name in _KEEP_TOTALS or step.is_view)
-    if len({*kinds}) == 1 and is_linear and isinstance(kind, Total):
+    if len({*kinds}) == 1 and is_linear and not is_cut_off and isinstance(kind, Total):
         return kind
     raise MixesError("what was summed along the axis is not used linearly.")
 
 
-_KEEP_TOTALS = frozenset(["mul", "neg", "clone", "sum", "mean"])
+_KEEP_TOTALS = frozenset(["mul", "neg", "clone", "_to_copy", "sum", "mean"])
 
 
 def _reshape(step: Step) -> Along:

@@ -20,6 +20,7 @@ from remat._calls.decorated import undecided
 from remat._calls.entry import Entry
 from remat._errors import MutationError, TileError, refusal
 from remat._graph import operators
+from remat._graph.joint import Joint, View
 from remat._graph.meta import TensorMeta, metas_in
 from remat._graph.values import Graph, Ref, Value, refs
 from remat._torch import schemas, tracer
@@ -84,6 +85,8 @@ def require_independent(
         _require_result(name, each, dim, Total(reduce), (size, whole))
     for other in others:
         _require_same_numbers(tile, other)
+    if last == 1:
+        _require_like_one_place(tile, traced(region, 1)[0], results, size)
     known.add((pattern.text, reduce, judged))
 
 
@@ -108,8 +111,8 @@ def _require_result(
             return
         wanted = f"no {reduce.value} over it"
     else:
-        is_whole = dim in dims and result.lengths(dim) == lengths
-        if state == Along(dim) or is_whole:
+        is_there = state == Along(dim) or dim in dims
+        if is_there and result.lengths(dim) == lengths:
             return
         wanted = f"not cut along its dimension {dim}"
     told = "the same for all tiles"
@@ -169,6 +172,22 @@ def _require_same_numbers(tile: Entry, other: Entry) -> None:
         raise _refuse(None, what)
 
 
+def _require_like_one_place(
+    tile: Entry, one: Entry, results: Sequence[Operand], size: int
+) -> None:
+    """Refuses what a tile of one place shows, whose trace may lack steps (a copy, a view)."""
+    if [*map(_form, _forward(tile))] == [*map(_form, _forward(one))]:
+        _require_same_numbers(tile, one)
+    wanted = [
+        [n // size if k in each.sized else n for k, n in enumerate(each.meta.shape)]
+        for each in results
+    ]
+    found = [list(_meta(each).shape) for each in _returned(one)]
+    if found != wanted:
+        what = f"returns {found} for a tile of one place, which should be {wanted}."
+        raise _refuse(None, what)
+
+
 _PLAIN = (int, float, complex, str)
 
 
@@ -215,15 +234,24 @@ def _numbers(value: Value) -> dict[str, Any]:
     if not isinstance(op, schemas.OpOverload):
         return {}
     given = operators.arguments(op, value.args, dict(value.kwargs))
+    kind = operators.short_name(op).removeprefix("aten.")
+    lengths = {*_LENGTHS, *_LENGTHS_OF.get(kind, ())}
     return {
         name: each
         for name, each in given.items()
-        if name not in _LENGTHS and not [*refs(each)]
+        if name not in lengths and not [*refs(each)]
     }
 
 
-# "N" is a group norm's.
-_LENGTHS = frozenset(["N", "size", "shape", "repeats", "end", "steps", "n", "m"])
+_LENGTHS = ("size", "shape", "repeats")
+_LENGTHS_OF = {
+    "native_group_norm": ("N",),
+    "eye": ("n", "m"),
+    "arange": ("end",),
+    "slice": ("end",),
+    "linspace": ("steps",),
+    "logspace": ("steps",),
+}
 
 
 def _results_of(
@@ -236,15 +264,30 @@ def _results_of(
     joint, other = tile.stages.joint, whole.stages.joint
     states = _follow(joint.graph, other.graph, given, lengths)
     found: list[Operand] = []
-    for view, same in zip(joint.views, other.views, strict=True):
-        at = view.operand if view.output is None else joint.outputs[view.output].index
-        assert at is not None, "a view has a base"
-        state, values = states[at], (joint.graph.values[at], other.graph.values[at])
+    values = zip(_returned(tile), _returned(whole), strict=True)
+    for view, same, pair in zip(joint.views, other.views, values, strict=True):
+        state = states[_base_of(view, joint)]
         if view.path is not None and same.path is not None:
             state = _follow(view.path, same.path, [state], lengths)[-1]
-            values = view.path.values[-1], same.path.values[-1]
-        found.append(Operand(state, *map(_meta, values)))
+        found.append(Operand(state, *map(_meta, pair)))
     return found
+
+
+def _returned(entry: Entry) -> list[Value]:
+    """Each tensor that a traced function returns."""
+    joint = entry.stages.joint
+    return [
+        joint.graph.values[_base_of(view, joint)]
+        if view.path is None
+        else view.path.values[-1]
+        for view in joint.views
+    ]
+
+
+def _base_of(view: View, joint: Joint) -> int:
+    at = view.operand if view.output is None else joint.outputs[view.output].index
+    assert at is not None, "a view has a base"
+    return at
 
 
 def _meta(value: Value) -> TensorMeta:

@@ -221,8 +221,10 @@ def _within(
     limit, free = peak_limit(bound.peak, device)
     if free is not None and recording is not None:
         limit += recording.parameters + recording.others  # they are there already
-    loads = _loads_of(planned(shares.whole, 0).rows)
-    loads = loads if recording is None else loads_of(recording)
+    if recording is None:
+        loads = _loads_of(planned(shares.whole, 0).rows)
+    else:
+        loads = loads_of(recording)
     search = shares.within(limit, loads, size)
     saved = sum(each.saved_bytes for each in search.found)
     total = saved if size is None else size

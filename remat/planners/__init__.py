@@ -9,10 +9,9 @@ branches; `_network`: the minimum cuts at one price; `_milp`: the exact solver; 
 from remat.planners._cut import solve_cut
 from remat.planners._milp import solve_milp
 from remat.planners._problem import Option, Outcome, Problem, Solution, Step
-from remat.planners._shared_budget import MultipleChoice, Share, share
+from remat.planners._shared_budget import Share, share
 
 __all__ = [
-    "MultipleChoice",
     "Option",
     "Outcome",
     "Problem",

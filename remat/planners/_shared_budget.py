@@ -14,7 +14,8 @@ import numpy as np
 from remat._errors import BudgetError, refusal
 from remat.planners._scipy import optimize
 
-_TRIES = 8
+_LIMIT_REACHED = 1  # `status` of scipy's `milp`: as often as it may, HiGHS has branched
+_TRIES = 8  # a heuristic: the last one tightens a limit by ten of its units
 
 
 @final
@@ -27,7 +28,7 @@ class Share:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MultipleChoice:
     """Points of which a number is taken of each kind, while sums over what is taken are bounded.
 
@@ -63,13 +64,13 @@ class MultipleChoice:
             if taken is None:
                 return None
             over = np.maximum(self.loads @ taken - limits, 0)
-            over[soft:] *= soft is None
+            if soft is not None:
+                over[soft:] = 0
             if not over.any():
                 return taken
             # HiGHS counts in floating point, and can be over by a part in a million.
-            allowed -= np.maximum(over, self._units * 10.0 ** (attempt - 6)) * (
-                over > 0
-            )
+            least = self._units * 10.0 ** (attempt - 6)
+            allowed -= np.where(over > 0, np.maximum(over, least), 0)
         return None
 
     @property
@@ -78,24 +79,38 @@ class MultipleChoice:
         return np.maximum(1.0, np.abs(self.loads).max(axis=1)) / 1e3
 
     def _solved(self, limits: Any, soft: int | None, nodes: int | None) -> Any | None:
-        count, last = len(self.kinds), np.zeros(len(self.kinds) + 1)
         unit = self._units
-        excess, costs = np.zeros(len(limits)), self.costs / max(1.0, self.costs.max())
+        costs = np.append(self.costs / max(1.0, self.costs.max()), 0.0)
+        # The last variable is by how much limits are exceeded.
+        excess, most_excess = np.zeros(len(limits)), 0.0
         if soft is not None:
-            unit[soft:], excess[soft:] = unit[soft:].max(), -1.0
-            costs, last[count] = 0.0 * costs, np.inf
-        whole = np.arange(len(self.counts))[:, None] == np.append(self.kinds, -1)
-        rows = np.column_stack([self.loads / unit[:, None], excess])
+            unit[soft:] = unit[soft:].max()
+            excess[soft:], most_excess = -1.0, np.inf
+            costs = np.append(np.zeros(len(self.kinds)), 1.0)
+        of_kind = np.arange(len(self.counts))[:, None] == self.kinds
+        most = self.counts[self.kinds]
         result: Any = optimize.milp(
-            np.append(costs, float(soft is not None)),
-            integrality=np.append(np.ones(count), 0),
-            bounds=optimize.Bounds(-last, last + np.append(self.counts[self.kinds], 0)),
+            costs,
+            integrality=np.append(np.ones(len(most)), 0),
+            bounds=optimize.Bounds(
+                np.append(np.zeros(len(most)), -most_excess),
+                np.append(most, most_excess),
+            ),
             constraints=[
-                optimize.LinearConstraint(whole, self.counts, self.counts),
-                optimize.LinearConstraint(rows, ub=limits / unit),
+                optimize.LinearConstraint(
+                    np.column_stack([of_kind, np.zeros(len(self.counts))]),
+                    self.counts,
+                    self.counts,
+                ),
+                optimize.LinearConstraint(
+                    np.column_stack([self.loads / unit[:, None], excess]),
+                    ub=limits / unit,
+                ),
             ],
             options={} if nodes is None else {"node_limit": nodes},
         )
+        if result.x is None and result.status == _LIMIT_REACHED:
+            return self._solved(limits, soft, None)
         return None if result.x is None else np.rint(result.x[:-1]).astype(np.int64)
 
 

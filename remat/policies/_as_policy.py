@@ -1,8 +1,6 @@
 """Turns what a user passes as a policy into one, or says why that is not possible."""
 
-import contextlib
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast, final
@@ -88,18 +86,13 @@ def _policy_of(candidate: object, where: str) -> AbstractPolicy:
     why, do = _diagnose(candidate)
     if not why:
         return FromCallable(cast("Callable[[Value], bool]", candidate))
-    what = f"got {policy_name(candidate)}."
+    what = f"got {_shown_policy(candidate)}."
     raise refusal(PolicyError, where=where, what=what, why=why, do=do)
 
 
 def _diagnose(candidate: object) -> tuple[str, str]:
     """Returns why this is not a function of a value, and what to do; or two blanks."""
-    name, is_class = policy_name(candidate), isinstance(candidate, type)
-    # A function of `policies` that is no policy itself.
-    named = vars(sys.modules[__package__ or ""]).get(name)
-    makes_policies = callable(candidate) and named is candidate
-    if isinstance(candidate, type):
-        makes_policies = issubclass(candidate, AbstractPolicy)
+    name = _shown_policy(candidate)
     match candidate:
         case str():
             why = "A string is not a policy."
@@ -107,18 +100,30 @@ def _diagnose(candidate: object) -> tuple[str, str]:
                 f"Pass `policies.save_only_these_names({candidate!r})` to save the "
                 "values of that name, or a policy of `policies` itself, unquoted."
             )
+        case list() | tuple() | set() | frozenset():
+            why = "A collection is not a policy."
+            do = (
+                "Pass `policies.save_only_these_names(*names)` to save the values of "
+                "these names, or join policies with `|`."
+            )
+        case bool() | Save() | Recompute():
+            why = "That is a decision about one value, not a policy."
+            do = (
+                "Pass `policies.everything_saveable` or `policies.nothing_saveable`, "
+                "or a function of a value that returns the decision."
+            )
         case AbstractStorage():
             why = "A storage says how values are kept, not which."
             do = f"Pass `policies.everything_saveable.stored({candidate!r})`."
-        case _ if makes_policies:
+        case _ if _makes_policies(candidate):
             why = f"`{name}` makes a policy and is not one itself."
             do = f"Call it: `{name}(...)`."
-        case _ if is_class or not callable(candidate):
-            why = "It is no function of a value."
-            do = (
-                "Pass a policy of `policies`, such as `save_only_these_names(*names)`, a "
-                "function of a value, or None."
-            )
+        case type():
+            why = f"`{name}` is a class, and a policy is a function of a value."
+            do = "Pass an instance that can be called, or a function."
+        case _ if not callable(candidate):
+            why = "It cannot be called, and a policy is a function of a value."
+            do = "Pass a policy of `policies`, a function of a value, or None."
         case _ if not _takes_one(cast("Callable[..., Any]", candidate)):
             why = "A policy is called with one `Value` and nothing else."
             do = (
@@ -135,19 +140,40 @@ def _diagnose(candidate: object) -> tuple[str, str]:
     return why, do
 
 
+def _makes_policies(candidate: object) -> bool:
+    """Whether this is a policy's class, or a function annotated to return a policy."""
+    kind: object = candidate
+    if not isinstance(candidate, type):
+        try:
+            kind = getattr(candidate, "__annotations__", {}).get("return")
+        except NameError:  # from Python 3.14 on, annotations are evaluated when read
+            return False
+    if isinstance(kind, type):
+        return issubclass(kind, AbstractPolicy)
+    return kind == AbstractPolicy.__name__  # under `from __future__ import annotations`
+
+
 def _takes_one(candidate: Callable[..., Any]) -> bool:
+    """Whether what is passed as a policy can be called with a value alone, if that can be told."""
     try:
         signature = inspect.signature(candidate)
     except (NameError, TypeError, ValueError):  # no signature, or none before it is run
         return True
-    with contextlib.suppress(TypeError):
+    try:
         signature.bind(None)
-        return True
-    return False
+    except TypeError:
+        return False
+    return True
 
 
 def _is_hashable_policy(candidate: object) -> bool:
-    with contextlib.suppress(TypeError):
+    try:
         hash(candidate)
-        return True
-    return False
+    except TypeError:
+        return False
+    return True
+
+
+def _shown_policy(candidate: object) -> str:
+    is_named = isinstance(candidate, type) or _makes_policies(candidate)
+    return policy_name(candidate) if is_named else repr(candidate)

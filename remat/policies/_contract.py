@@ -408,18 +408,10 @@ def decide(policy: Callable[[Value], object], value: Value) -> Save | Recompute:
             return Recompute()
         case Save() | Recompute():
             return answer
-        case None:
-            why = "The function ended without a `return`, or a branch of it did."
-            do = "Return True or False in every branch."
-        case AbstractStorage():
-            why = "A storage says how a value is kept, not that it is saved."
-            do = f"Return `Save({answer!r})`, or `Recompute()` to drop the value."
         case _:
-            why = "A decision is a bool, a `Save` or a `Recompute`."
-            do = "Return `Save()`, `Recompute()`, True or False."
-    shown = f"{answer!r}, of type {type(answer).__name__}."
-    what = f"the policy {policy_name(policy)} answered {shown}"
-    raise refusal(PolicyError, where=str(value), what=what, why=why, do=do)
+            shown, why, do = _diagnose(answer)
+            what = f"the policy {policy_name(policy)} answered {shown}."
+            raise refusal(PolicyError, where=str(value), what=what, why=why, do=do)
 
 
 def policy_name(policy: object) -> str:
@@ -433,13 +425,59 @@ def require_storage(storage: object, where: str) -> None:
     """Raises PolicyError unless `storage` is a storage value."""
     if isinstance(storage, AbstractStorage):
         return
+    is_class = isinstance(storage, type) and issubclass(storage, AbstractStorage)
+    shown = storage.__name__ if isinstance(storage, type) else repr(storage)
     raise refusal(
         PolicyError,
         where=where,
-        what=f"got {storage!r}, which is not a storage value.",
-        why="A storage is an instance of a class of `storage`, not the class itself.",
-        do="Pass one, as in `storage.Keep()`.",
+        what=f"got `{shown}`, which is not a storage value.",
+        why=f"`{shown}` is a class and a storage must be an instance."
+        if is_class
+        else "A storage must be an instance of a class of `storage`.",
+        do=f"Pass `storage.{shown}()`." if is_class else "Pass `storage.Keep()`.",
     )
+
+
+def _diagnose(answer: object) -> tuple[str, str, str]:
+    """Returns what was answered, why that is not a decision, and what to return instead."""
+    shown = f"{answer!r}"
+    match answer:
+        case None:
+            why = "The function ended without a `return`, or a branch of it did."
+            do = "Return True or False in every branch."
+        case type():
+            return _diagnose_class(answer)
+        case AbstractStorage():
+            why = "A storage says how a value is kept, not that it is saved."
+            do = f"Return `Save({answer!r})`, or `Recompute()` to drop the value."
+        case AbstractPolicy():
+            shown = f"the policy {answer!r}"
+            why = (
+                "A policy must be asked, and its answer returned; a function that "
+                "makes a policy must be called before it is passed on."
+            )
+            do = "Pass the answered policy itself, or return its answer for the value."
+        case _ if hasattr(answer, "item") and hasattr(answer, "dtype"):
+            shown = f"a `{type(answer).__module__}.{type(answer).__name__}`"
+            why = "An array is not a decision, even with a single element."
+            do = "Return `bool(...)` of it."
+        case _:
+            shown = f"{answer!r}, of type {type(answer).__name__}"
+            why = "A decision is a bool, a `Save` or a `Recompute`."
+            do = "Return `Save()`, `Recompute()`, True or False."
+    return shown, why, do
+
+
+def _diagnose_class(answer: type) -> tuple[str, str, str]:
+    name = answer.__name__
+    why = f"`{name}` is a class and a decision must be an instance."
+    if issubclass(answer, AbstractStorage):
+        do = f"Return `Save(storage.{name}())`, or `Recompute()` to drop the value."
+    elif answer in (Save, Recompute):
+        do = f"Return `{name}()`."
+    else:
+        do = "Return `Save()`, or `Recompute()` to drop the value."
+    return f"`{name}`", why, do
 
 
 def _require_policies(symbol: str, *operands: object) -> None:

@@ -85,9 +85,10 @@ def _require(holds: bool, action: do.Action | None, why: str) -> None:
     raise refusal(
         ScheduleError,
         where=f"the action {action}" if action else "the end of the list",
-        what="comes too early, or cannot be done.",
+        what="cannot be done." if action else "comes too early.",
         why=f"At this point, {why}.",
-        do="Correct the schedule's actions: schedules.replay checks them.",
+        do="Run the sweep to the last state, then pull back each stage once, from states "
+        "that are kept.",
     )
 
 
@@ -163,6 +164,6 @@ def replay(actions: Iterable[do.Action], stages: Sequence[Stage]) -> Replay:
             evaluations += 1
             cost += stages[stage].cost
             peak_bytes = max(peak_bytes, live_bytes(stage, stage + 1))
-    is_done = ledger.remaining == 0 or not stages
-    _require(is_done, None, f"{ledger.remaining} stages remain to be pulled back")
+    left = len(stages) if ledger.remaining is None else ledger.remaining
+    _require(left == 0, None, f"{left} stages remain to be pulled back")
     return Replay(evaluations, cost, most_snapshots, peak_bytes, held_bytes)

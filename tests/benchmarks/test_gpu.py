@@ -16,8 +16,12 @@ def cells(line: str) -> list[str]:
     return [each.strip() for each in line.strip("|").split("|")]
 
 
-def test_a_dry_run_tells_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_tells_what_would_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sizes, and of each policy the bytes, what is repeated, and both programs."""
+    monkeypatch.setattr(gpu, "GIB", 1)  # the sizes are printed in bytes
+
     assert gpu.main(1, dry_run=True, quick=True, sizes=(TINY,)) == 0
 
     head, *_ = printed = capsys.readouterr().out.splitlines()
@@ -29,7 +33,8 @@ def test_a_dry_run_tells_what_would_run(capsys: pytest.CaptureFixture[str]) -> N
     repeated = [float(each[3].rstrip("%")) for name, each in rows.items() if name[0] == "r"]  # fmt: skip
     assert len(repeated) == 4
     assert repeated == sorted(repeated, reverse=True)
-    # 3 inputs of 2 * 16 vectors of 32 numbers, and the loss.
+    # Inputs of 3 blocks but for the batch, each 2 * 16 vectors of 32 numbers, and the loss.
+    assert float(rows["remat, nothing"][0]) == 2 * (2 * 16 * 32) * 4 + 4
 
 
 def test_the_kernel_of_an_accelerator_is_in_the_programs() -> None:

@@ -74,6 +74,33 @@ def by_argument(make: Callable[[int], Any]) -> Callable[[], Callable[[int], Any]
     return begin
 
 
+def by_number_of_tensors() -> Callable[[int], Any]:
+    """A function of as many tensors as it is given."""
+
+    @remat
+    def region(*xs: Tensor) -> Tensor:
+        return torch.sin(torch.stack(xs).sum(0))
+
+    return lambda index: region(*(seeded(3).requires_grad_() for _ in range(1 + index)))
+
+
+def by_arrangement() -> Callable[[int], Any]:
+    """One tensor, as often as it is passed."""
+
+    @remat
+    def region(*xs: Tensor) -> Tensor:
+        return torch.cos(torch.stack(xs).sum(0))
+
+    return lambda index: region(*[seeded(3).requires_grad_()] * (1 + index))
+
+
+def by_kind() -> Callable[[int], Any]:
+    """An argument that is a number and a tensor in turn, beside one that changes."""
+    region = fresh()
+    scales = [1.5, torch.tensor(1.5)]
+    return lambda index: region(seeded(3 + index).requires_grad_(), scales[index % 2])
+
+
 CAUSES: dict[str, tuple[Callable[[], Callable[[int], Any]], str]] = {
     "size": (
         by_argument(lambda index: seeded(2, 3 + index)),
@@ -90,6 +117,15 @@ CAUSES: dict[str, tuple[Callable[[], Callable[[int], Any]], str]] = {
     "attribute": (
         by_attribute,
         r"self\.factor \(9 times, at last: self\.factor was 8 and is 9\).*0-d tensor",
+    ),
+    "number of tensors": (
+        by_number_of_tensors,
+        r"`xs\.1` \(1 times, at last: from None to float64\[3\]\).*Make each call alike",
+    ),
+    "arrangement": (by_arrangement, r"how arguments are nested \(9 times.*Make each"),
+    "kind": (
+        by_kind,
+        r"`n` \(9 times, at last: from 1.5 to float32.*Make each call alike",
     ),
     "closure": (by_closure, r"closure variable `index` \(9 times.*0-d tensor"),
 }

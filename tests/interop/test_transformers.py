@@ -293,7 +293,7 @@ def test_attention_that_is_written_out_is_not_known_as_attention():
         gradients(model)
 
 
-#: Each model, mask and attention once.
+#: Either attention, of which one with a mask that hides places; the rest is for the sweep.
 PLANNED = [("gpt2", "padded", "sdpa"), ("bert", "ones", "eager")]
 MASKED = itertools.product(
     ["llama", "gpt2", "bert"], ["none", "ones", "padded"], ["sdpa", "eager"]

@@ -223,6 +223,88 @@ def test_what_is_returned_or_captured_may_not_depend_on_the_size():
             tiled(f, ALIKE, tiles=2)(X)
 
 
+def merged(x: Tensor) -> Tensor:
+    """Of rows (s d), where `turned` has rows (d s)."""
+    return x.reshape(len(x), -1)
+
+
+def turned(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).reshape(len(x), -1)
+
+
+MEETS_ITSELF: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "a product": (lambda x: merged(x) @ turned(x).T, "b c"),
+    "a dot product": (lambda x: torch.dot(merged(x)[0], turned(x)[0]), ""),
+    "a loss": (lambda x: F.mse_loss(merged(x), turned(x), reduction="sum"), ""),
+    "another batch": (
+        lambda x: x.reshape(-1, 4).T @ x.transpose(0, 1).reshape(-1, 4),
+        "d e",
+    ),
+}
+
+
+@pytest.mark.parametrize(("f", "out"), MEETS_ITSELF.values(), ids=MEETS_ITSELF)
+def test_the_axis_may_not_meet_itself_in_another_order(f: Any, out: str):
+    """Summed over both orders, tiles would pair places that the whole does not."""
+    with pytest.raises(TileError, match="the axis meets itself in another order"):
+        tiled(f, f"b (tile s) d -> {out}", tiles=2)(X)
+
+
+BEHIND: dict[str, Callable[[Tensor], Tensor]] = {
+    "stacked": lambda x: torch.stack([x, 2 * x], 1).flatten(1, 2),
+    "heads": lambda x: heads(x).reshape(2, -1, 2),
+    "repeated": lambda x: x[:, None].expand(-1, 2, -1, -1).reshape(2, -1, 4),
+}
+
+
+@pytest.mark.parametrize("f", BEHIND.values(), ids=BEHIND)
+def test_the_axis_behind_another_is_not_cut_along_both(f: Any):
+    """In a dimension (h s) its places come once for each h."""
+    with pytest.raises(TileError, match="not cut along its dimension 1"):
+        tiled(f, ALIKE, tiles=2)(X)
+
+
+OF_THE_LENGTH: dict[str, Callable[[Tensor], Tensor]] = {
+    "the end of a grid": lambda x: x * torch.linspace(0, x.shape[1], 4),
+    "the end of powers": lambda x: x * torch.logspace(0, x.shape[1], 4),
+    "an order": lambda x: torch.special.polygamma(x.shape[1], x.abs() + 1),
+}
+
+
+@pytest.mark.parametrize("f", OF_THE_LENGTH.values(), ids=OF_THE_LENGTH)
+def test_numbers_called_like_lengths_may_not_depend_on_the_size(f: Any):
+    """`end` says how long a slice is, and not a grid."""
+    with pytest.raises(TileError, match="a number that depends on the size"):
+        tiled(f, ALIKE, tiles=2)(X)
+
+
+NOT_LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "floor": lambda x: torch.div(x.sum(1), 2.0, rounding_mode="floor"),
+    "bits": lambda x: x.sum(1).view(torch.int64),
+    "whole numbers": lambda x: x.sum(1).to(torch.int64),
+}
+
+
+@pytest.mark.parametrize("f", NOT_LINEAR.values(), ids=NOT_LINEAR)
+def test_a_sum_is_not_rounded_in_each_tile(f: Any):
+    with pytest.raises(TileError, match="is not used linearly"):
+        tiled(f, "b (tile s) d -> b d", tiles=2)(X)
+
+
+def test_a_last_tile_of_one_place_is_judged_too():
+    """Also where its steps are others: a copy that only longer tiles need is no fault."""
+    odd = seeded(2, 5, 4)
+    with pytest.raises(TileError, match=r"computes with a number .* 2, and 3"):
+        tiled(lambda x: x * (3 if x.shape[1] == 1 else 2), ALIKE, tiles=3)(odd)
+    with pytest.raises(TileError, match="for a tile of one place"):
+        tiled(lambda x: x + x.squeeze(1), ALIKE, tiles=2)(odd[:, :3])
+
+    def copied(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous().transpose(1, 2).exp()
+
+    assert_bitwise(tiled(copied, ALIKE, tiles=3)(odd), copied(odd))
+
+
 def test_a_number_that_is_returned_may_not_depend_on_the_size():
     """The first tile's would be that of the whole."""
     with pytest.raises(TileError, match=r"returns \[3\], and \[6\] for a tile"):

@@ -15,7 +15,6 @@ import pytest
 
 from remat import BudgetError
 from remat.planners import (
-    MultipleChoice,
     Option,
     Problem,
     Solution,
@@ -24,6 +23,7 @@ from remat.planners import (
     solve_milp,
 )
 from remat.planners._problem import Tally
+from remat.planners._shared_budget import MultipleChoice
 from tests.planners.problems import (
     budgets,
     least_costs,

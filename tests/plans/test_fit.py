@@ -81,6 +81,26 @@ def test_a_step_keeps_to_its_limit() -> None:
     assert str(seen[0]).splitlines()[-1].startswith(("cheaper: ", "dearer: "))
 
 
+@pytest.mark.parametrize("limit", ["450KiB", "1MiB"])
+def test_a_graph_that_is_retained_is_held(limit: str) -> None:
+    """A backward of it frees nothing, and another one follows."""
+    block = remat(plain_block)
+
+    def step(params: Any, x: Tensor) -> Tensor:
+        for each in params["blocks"]:
+            x = block(each, x)
+        loss = x.square().mean()
+        torch.autograd.grad(loss, leaves_of(params)[:-1], retain_graph=True)
+        return loss
+
+    _, args = made(block, remat(plain_head))
+    found = fit(step, peak=limit)(*args)
+    found.apply()
+
+    assert peak_of(step, args) <= found.predicted_peak_bytes
+    assert all(size >= 0 for each in found.timeline.moments for _, size in each.parts)
+
+
 def test_it_is_planned_without_data_and_changes_nothing() -> None:
     """On the meta device as with numbers; until it is applied, policies stay."""
     block, head = remat(plain_block), remat(plain_head)

@@ -53,31 +53,59 @@ def test_values_print_as_messages_name_them():
     assert str(bare) == "an unnamed value (int8[], 1 B, an input)"
 
 
-NO_DECISION = (
-    "A decision is a bool, a `Save` or a `Recompute`. Return `Save()`, `Recompute()`, "
-    "True or False."
-)
+A_CLASS = "is a class and a decision must be an instance."
 BAD_ANSWERS: dict[str, tuple[Any, str]] = {
     "none": (
         None,
-        "None, of type NoneType. The function ended without a `return`, or a branch of it "
-        "did. Return True or False in every branch.",
+        "None. The function ended without a `return`, or a branch of it did. Return True "
+        "or False in every branch.",
     ),
-    "class": (Save, f"{Save!r}, of type type. {NO_DECISION}"),
+    "class Save": (Save, f"`Save`. `Save` {A_CLASS} Return `Save()`."),
+    "class Recompute": (
+        Recompute,
+        f"`Recompute`. `Recompute` {A_CLASS} Return `Recompute()`.",
+    ),
+    "class Offload": (
+        Offload,
+        f"`Offload`. `Offload` {A_CLASS} Return `Save(storage.Offload())`, or "
+        "`Recompute()` to drop the value.",
+    ),
+    "class int": (
+        int,
+        f"`int`. `int` {A_CLASS} Return `Save()`, or `Recompute()` to drop the value.",
+    ),
     "storage": (
         Sparse(),
-        "Sparse(min_saving=0.25), of type Sparse. A storage says how a value is kept, not "
-        "that it is saved. Return `Save(Sparse(min_saving=0.25))`, or `Recompute()` to "
-        "drop the value.",
+        "Sparse(min_saving=0.25). A storage says how a value is kept, not that it is "
+        "saved. Return `Save(Sparse(min_saving=0.25))`, or `Recompute()` to drop the "
+        "value.",
     ),
     "policy": (
         nothing_saveable,
-        f"nothing_saveable, of type ParameterFreePolicy. {NO_DECISION}",
+        "the policy nothing_saveable. A policy must be asked, and its answer returned; a "
+        "function that makes a policy must be called before it is passed on. Pass the "
+        "answered policy itself, or return its answer for the value.",
     ),
-    "numpy": (np.float64(1), f"np.float64(1.0), of type float64. {NO_DECISION}"),
-    "tensor": (torch.tensor(True), f"tensor(True), of type Tensor. {NO_DECISION}"),
-    "int": (1, f"1, of type int. {NO_DECISION}"),
-    "text": ("save", f"'save', of type str. {NO_DECISION}"),
+    "numpy": (
+        np.bool_(True),
+        "a `numpy.bool`. An array is not a decision, even with a single element. Return "
+        "`bool(...)` of it.",
+    ),
+    "tensor": (
+        torch.tensor(True),
+        "a `torch.Tensor`. An array is not a decision, even with a single element. Return "
+        "`bool(...)` of it.",
+    ),
+    "int": (
+        1,
+        "1, of type int. A decision is a bool, a `Save` or a `Recompute`. Return "
+        "`Save()`, `Recompute()`, True or False.",
+    ),
+    "text": (
+        "save",
+        "'save', of type str. A decision is a bool, a `Save` or a `Recompute`. Return "
+        "`Save()`, `Recompute()`, True or False.",
+    ),
 }
 
 
@@ -151,10 +179,7 @@ def without_hash() -> Any:
     return Rule()
 
 
-NO_FUNCTION = (
-    "It is no function of a value. Pass a policy of `policies`, such as "
-    "`save_only_these_names(*names)`, a function of a value, or None."
-)
+SAVEABLE = "Pass `policies.everything_saveable` or `policies.nothing_saveable`, or a "
 
 
 def by_torch(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
@@ -164,7 +189,7 @@ def by_torch(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 NOT_POLICIES: dict[str, tuple[Any, str]] = {
     "torch's": (
         by_torch,
-        "got by_torch. A policy is called with one `Value` and nothing else. "
+        f"got {by_torch!r}. A policy is called with one `Value` and nothing else. "
         "Write it as `def policy(value)`, of `value.op`, `value.names`, `value.shape` and so on. One "
         "of torch's, `(ctx, op, *args, **kwargs)`, goes into "
         "`create_selective_checkpoint_contexts` of `remat.interop.torch`.",
@@ -174,9 +199,22 @@ NOT_POLICIES: dict[str, tuple[Any, str]] = {
         "got 'attn'. A string is not a policy. Pass `policies.save_only_these_names('attn')` "
         "to save the values of that name, or a policy of `policies` itself, unquoted.",
     ),
-    "list": (["attn"], f"got ['attn']. {NO_FUNCTION}"),
-    "bool": (True, f"got True. {NO_FUNCTION}"),
-    "decision": (Recompute(), f"got Recompute(). {NO_FUNCTION}"),
+    "list": (
+        ["attn"],
+        "got ['attn']. A collection is not a policy. Pass "
+        "`policies.save_only_these_names(*names)` to save the values of these names, or "
+        "join policies with `|`.",
+    ),
+    "bool": (
+        True,
+        "got True. That is a decision about one value, not a policy. "
+        f"{SAVEABLE}function of a value that returns the decision.",
+    ),
+    "decision": (
+        Recompute(),
+        "got Recompute(). That is a decision about one value, not a policy. "
+        f"{SAVEABLE}function of a value that returns the decision.",
+    ),
     "storage": (
         Keep(),
         "got Keep(). A storage says how values are kept, not which. Pass "
@@ -192,8 +230,16 @@ NOT_POLICIES: dict[str, tuple[Any, str]] = {
         "got ByNames. `ByNames` makes a policy and is not one "
         "itself. Call it: `ByNames(...)`.",
     ),
-    "class": (Save, f"got Save. {NO_FUNCTION}"),
-    "number": (0.5, f"got 0.5. {NO_FUNCTION}"),
+    "class": (
+        Save,
+        "got Save. `Save` is a class, and a policy is a function of a value. Pass an "
+        "instance that can be called, or a function.",
+    ),
+    "number": (
+        0.5,
+        "got 0.5. It cannot be called, and a policy is a function of a value. Pass a "
+        "policy of `policies`, a function of a value, or None.",
+    ),
     "no hash": (
         without_hash(),
         "got rule. It cannot be hashed, but traced programs are looked up by their policy. "
@@ -295,17 +341,14 @@ def test_policies_have_no_truth():
 
 
 def test_a_storage_must_be_an_instance():
-    """Neither its class nor the name of a device is one."""
-    why = (
-        "A storage is an instance of a class of `storage`, not the class itself. Pass one, "
-        "as in `storage.Keep()`."
-    )
+    """The class is told to be called, anything else what a storage is."""
     assert message_of(PolicyError, Save, Offload) == (
-        f"Save(storage=...): got {Offload!r}, which is not a storage value. {why}"
+        "Save(storage=...): got `Offload`, which is not a storage value. `Offload` is "
+        "a class and a storage must be an instance. Pass `storage.Offload()`."
     )
     assert message_of(PolicyError, save_matmul_outputs.stored, "cpu") == (
-        "save_matmul_outputs.stored(...): got 'cpu', which is not a storage value. "
-        f"{why}"
+        "save_matmul_outputs.stored(...): got `'cpu'`, which is not a storage value. A "
+        "storage must be an instance of a class of `storage`. Pass `storage.Keep()`."
     )
 
 

@@ -254,7 +254,6 @@ def test_compare_prints_a_table(model: str, capsys: pytest.CaptureFixture[str]) 
 PEERS = """
 import functools
 from torch.utils.checkpoint import checkpoint
-from tests.random.trackers import generator_state
 
 
 def checkpointed(f):

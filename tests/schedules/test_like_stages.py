@@ -163,10 +163,10 @@ ILLEGAL: list[tuple[list[Action], str]] = [
     ([Record(1)], "current state is 0"),
     ([Snapshot(0), Record(0), Restore(0), Record(0)], "recorded already"),
     ([Advance(0, 2), Backward(1)], "not recorded"),
-    ([Record(0), Backward(0)], "comes too early"),
+    ([Record(0), Backward(0)], "current state is 1"),
     ([Record(0), Record(1), Backward(0)], "2 stages remain"),
     ([Record(0), Record(1), Backward(1)], "comes too early"),
-    ([Record(0), Record(1)], "comes too early"),
+    ([Record(0), Record(1)], "comes too early. At this point, 2 stages remain"),
 ]
 
 

@@ -32,7 +32,7 @@ ContextFn: TypeAlias = Callable[
 # Why what torch can do by an option or by a switch has no effect, and what to do.
 _WITHOUT_EARLY_STOP = (
     "A traced region always recomputes only what some gradient needs.",
-    'Leave it out, or pass engine="rerun", which runs the whole function.',
+    'Leave it out, or pass engine="rerun" to checkpoint, which runs the whole function.',
 )
 _WITH_DEBUG = (
     "A recomputation runs the program that was traced, and cannot run other operators; "
@@ -120,7 +120,9 @@ class CheckpointOptions:
             ) from error
 
 
-def require_options(where: str, given: Iterable[str], known: Iterable[str]) -> None:
+def require_options(
+    where: str, given: Iterable[str], known: Iterable[str], why: str, do: str
+) -> None:
     """Refuses what is no option of `checkpoint` that `where` takes."""
     for name in given:
         if name not in known:
@@ -128,8 +130,8 @@ def require_options(where: str, given: Iterable[str], known: Iterable[str]) -> N
                 TypeError,
                 where=f"{where}({name}=...)",
                 what=f"is no option here. The options are {', '.join(known)}.",
-                why="What is passed here goes to `checkpoint`, not to what is called.",
-                do="Use one of these, or pass it where the module is called.",
+                why=why,
+                do=do,
             )
 
 
@@ -264,7 +266,13 @@ def checkpoint_sequential(
         torch.Size([2, 4])
     """
     known = ("preserve_rng_state", "engine")
-    require_options("checkpoint_sequential", kwargs, known)
+    require_options(
+        "checkpoint_sequential",
+        kwargs,
+        known,
+        why="As in torch, functions in a row take no keyword arguments.",
+        do="Leave it out, or call checkpoint for each part.",
+    )
     options = CheckpointOptions(use_reentrant=use_reentrant, **kwargs)
     is_module = isinstance(functions, nn.Sequential)
     parts = tuple(functions.children() if is_module else functions)

@@ -81,7 +81,13 @@ def checkpoint_wrapper(
             do="Leave it out, or write module.forward = checkpoint_fn(...) yourself.",
         )
     known = [field.name for field in dataclasses.fields(CheckpointOptions)]
-    require_options("checkpoint_wrapper", checkpoint_fn_kwargs, known)
+    require_options(
+        "checkpoint_wrapper",
+        checkpoint_fn_kwargs,
+        known,
+        why="torch would pass it to the module at each call.",
+        do="Use one of these, or pass it where the module is called.",
+    )
     options = CheckpointOptions(**checkpoint_fn_kwargs)
     return apply(
         module,
