@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
+import torch.optim.optimizer as optimizers
 from torch import Tensor, _meta_registrations, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._higher_order_ops import utils as taking_utils
@@ -18,6 +19,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from remat._torch.attributes import attributes_as
 from remat._torch.dtensor import local_part
 from remat._torch.levels import no_dual_level, unwrapped
 from remat._torch.taking_functions import takes_functions
@@ -53,11 +55,22 @@ def wraps_fakes(tensor: Tensor) -> bool:
     return any(isinstance(each, Tensor) and is_fake(each) for each in inner)
 
 
+def updated_as_real() -> contextlib.AbstractContextManager[None]:
+    """Inside, optimizers choose for fake tensors how to update tensors of their device.
+
+    On an accelerator that is all parameters by one call, unless they are told otherwise. Obsolete
+    when they ask for the device alone.
+    """
+    kinds = [*_optimizers._foreach_supported_types, FakeTensor]
+    return attributes_as(_optimizers, _foreach_supported_types=kinds)
+
+
 def is_in_parts(tensor: Tensor) -> bool:
     """Whether a tensor is of a subclass that is made of others, as DTensor is."""
     return hasattr(tensor, "__tensor_flatten__")
 
 
+_optimizers: Any = optimizers
 _registrations: Any = _meta_registrations
 _taking: Any = taking_utils
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.optim.optimizer as optimizers
 from torch import Tensor, nn
 
 from remat import BudgetError, TraceError, layers, modules, plan, remat
@@ -86,6 +87,24 @@ def test_the_peak_of_a_step_is_predicted(budget: float, make: Any) -> None:
     found = modules.plan(model, budget=budget, step=modules.Step(loss_of, make))(TOKENS)
 
     peak = measured(model, optimizer, loss_of)
+    assert peak <= found.predicted_peak_bytes <= 1.02 * peak
+
+
+def test_what_an_optimizer_chooses_by_itself_is_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on an accelerator, where it updates all parameters at once unless it is told otherwise."""
+    here = [torch.empty(()).device.type]
+    monkeypatch.setattr(
+        optimizers, "_get_foreach_kernels_supported_devices", lambda: here
+    )
+    torch.manual_seed(0)
+    model = Words(64, 128)
+    step = modules.Step(loss_of, torch.optim.AdamW)
+
+    found = modules.plan(model, budget=0.01, step=step)(TOKENS)
+
+    peak = measured(model, torch.optim.AdamW(model.parameters()), loss_of)
     assert peak <= found.predicted_peak_bytes <= 1.02 * peak
 
 
