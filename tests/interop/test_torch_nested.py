@@ -113,7 +113,7 @@ def test_nothing_more_than_is_needed_runs_again():
 
 def test_early_stop_cannot_be_turned_off():
     """...which is said, except where the function runs again, or torch says nothing."""
-    with pytest.warns(RematWarning, match=r'engine="rerun", which runs the whole'):
+    with pytest.warns(RematWarning, match=r'engine="rerun" to checkpoint, which'):
         checkpoint(torch.sin, seeded(3).requires_grad_(), early_stop=False)
     checkpoint(
         torch.sin, seeded(3).requires_grad_(), early_stop=False, use_reentrant=True
