@@ -5,6 +5,7 @@ import inspect
 import re
 import traceback
 import warnings
+from collections.abc import Hashable
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
@@ -27,6 +28,7 @@ _TYPED = ("<stdin>", "<python-input-", "<ipython-input-", "<doctest ")
 
 # The line behind the step of a graph that is running.
 _of_step: ContextVar[str] = ContextVar("_of_step", default="")
+_said: set[Hashable] = set()
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -77,6 +79,13 @@ def warn(
     _, num_calls = _user_frame()
     text = explain(where=where, what=what, why=why, do=do)
     warnings.warn(text, category, stacklevel=num_calls + 1)
+
+
+def warn_once(key: Hashable, *, where: str, what: str, why: str, do: str) -> None:
+    """Warns, unless it has done so for an equal key: of what, and of which matter."""
+    if key not in _said:
+        _said.add(key)
+        warn(where=where, what=what, why=why, do=do)
 
 
 def _user_frame() -> tuple[FrameType | None, int]:

@@ -13,7 +13,7 @@ from remat._partition.budgets import no_remat_bytes
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._torch.modules import hooks_for_all
-from remat._user_lines import warn
+from remat._user_lines import warn_once
 from remat.policies import AbstractPolicy, everything_saveable, nothing_saveable
 from remat.policies._as_policy import is_of_users
 from remat.policies._by_kind import idle_storage, saves_nothing
@@ -23,7 +23,6 @@ _ATTENTION_BY_HAND = frozenset({"softmax", "multi_head_attention_forward"})
 _RERUN = 'use engine="rerun", which reads it at each call'
 _OUTSIDE = f"Read it outside, and pass what it says as an argument; or {_RERUN}."
 
-_said: set[Hashable] = set()
 _matched: set[tuple[AbstractPolicy, str]] = set()
 
 
@@ -48,7 +47,7 @@ def advise(
         *_idle(stages, policy, program, verify=verify),
     ]
     for topic, what, why, do in advice:
-        advise_once((function, policy, topic), where=where, what=what, why=why, do=do)
+        warn_once((function, policy, topic), where=where, what=what, why=why, do=do)
 
 
 def advise_of_inputs(
@@ -58,7 +57,7 @@ def advise_of_inputs(
     every = [*names, *itertools.chain(*site.aliases.values())]
     for path in paths:
         if not any(fnmatch.fnmatchcase(name, path) for name in every):
-            advise_once(
+            warn_once(
                 (_captures.code_key(site.function), "input", path),
                 where=where,
                 what=f'has no input "{path}", which saved_inputs names.',
@@ -79,20 +78,13 @@ def advise_of_untold(
         for label in covered.untold
     ]
     for what, do in [*whole, *_of_arguments(site, survey), *_of_hooks()]:
-        advise_once(
+        warn_once(
             (_captures.code_key(site.function), what),
             where=where,
             what=what,
             why="A trace runs the code once, and keeps what it has read as constants.",
             do=do,
         )
-
-
-def advise_once(key: Hashable, *, where: str, what: str, why: str, do: str) -> None:
-    """Warns, unless it has done so for an equal key: a function, its policy, and the matter."""
-    if key not in _said:
-        _said.add(key)
-        warn(where=where, what=what, why=why, do=do)
 
 
 _Advice = Iterator[tuple[Hashable, str, str, str]]

@@ -11,9 +11,7 @@ import sys
 from collections.abc import Generator
 from typing import Any
 
-from remat._user_lines import warn
-
-_said: set[str] = set()
+from remat._user_lines import warn_once
 
 
 def states() -> tuple[Any, ...]:
@@ -51,14 +49,13 @@ def told(where: str) -> Generator[None]:
     before = states()
     yield
     # Not an error: it may have been another thread, such as that of a data loader.
-    if before == states() or where in _said:
-        return
-    _said.add(where)
-    warn(
-        where=where,
-        what="Python's `random`, or numpy's, was drawn from while it was traced.",
-        why="A trace runs Python once, so a number that the function drew is a "
-        "constant, the same in each later call.",
-        do="Draw from a key, draw outside the region and pass the number as a tensor, "
-        'or use engine="rerun".',
-    )
+    if before != states():
+        warn_once(
+            ("drawn", where),
+            where=where,
+            what="Python's `random`, or numpy's, was drawn from while it was traced.",
+            why="A trace runs Python once, so a number that the function drew is a "
+            "constant, the same in each later call.",
+            do="Draw from a key, draw outside the region and pass the number as a tensor, "
+            'or use engine="rerun".',
+        )

@@ -14,7 +14,7 @@ from remat._graph.meta import Meta, TensorMeta
 from remat._graph.values import Ref
 from remat._partition.analysis import Analysis, Decisions
 from remat._partition.budgets import fixed_bytes, model_of, solve
-from remat._user_lines import warn
+from remat._user_lines import warn_once
 from remat.policies import AbstractPolicy, Budget, Planned, Save
 from remat.policies._sizes import show_size
 
@@ -89,9 +89,11 @@ def _warn_of_new_plan(analysis: Analysis, plan: Planned) -> None:
     more, less = (now - then).elements(), (then - now).elements()
     taken = f"takes {', '.join(more) or 'no other'} in place of {', '.join(less) or 'nothing'}"
     how = "runs other operators on the same inputs" if now == then else taken
-    warn(
+    warn_once(
+        ("another program", plan.fingerprint, plan.inputs),
         where=f"a block with a plan for {show_size(plan.budget_bytes)}",
-        what=f"is another program than was planned: it {how}; it is planned again.",
+        what=f"is another program than was planned: it {how}; it is planned again, as will be "
+        "others, without a word.",
         why="A plan says for each value of one program whether it is saved. Other shapes, "
         "dtypes or strides, masks, train() instead of eval(), and switches such as autocast "
         "give another program.",

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from remat import RematWarning, modules, remat
-from remat._generators import python_and_numpy
+from remat import RematWarning, _user_lines, modules, remat
 
 pytestmark = pytest.mark.contract
 
@@ -18,7 +17,7 @@ DRAWS = {"python": random.random, "numpy": np.random.rand}
 
 @pytest.fixture(autouse=True)
 def seeded(monkeypatch):
-    monkeypatch.setattr(python_and_numpy, "_said", set())
+    monkeypatch.setattr(_user_lines, "_said", set())
     random.seed(0)
     np.random.seed(0)
 

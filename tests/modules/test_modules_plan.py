@@ -261,7 +261,7 @@ class Biases(nn.Module):
 
 
 def test_another_call_is_planned_again() -> None:
-    """Within the same bytes; the warning says what the block takes that it did not."""
+    """Within the same bytes; a warning says, once, what the block takes that it did not."""
     torch.manual_seed(0)
     model, x = Biases(), seeded(5, 8)
     plain = copy.deepcopy(model)
@@ -270,6 +270,9 @@ def test_another_call_is_planned_again() -> None:
     taken = r"takes float64\[5, 1\] in place of nothing; it is planned again"
     with pytest.warns(RematWarning, match=taken):
         again = model(x, seeded(5, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RematWarning)
+        model(x, seeded(1, 1))
 
     again.sum().backward()
     plain(x, seeded(5, 1)).sum().backward()
