@@ -34,6 +34,10 @@ _HIDDEN_VIEWS = frozenset(
 _SILENT = {"dropout_p": 0.0, "train": False, "training": False}
 
 
+# Of operators of `remat.random`: what a kernel holds beside a result while it runs, in bytes.
+WORKSPACES: dict[Any, Callable[[Any], int]] = {}
+
+
 class Step(Protocol):
     """The attributes of a graph's value that this module reads."""
 
@@ -151,6 +155,11 @@ def is_rng_state(op: Any) -> bool:
 def is_keyed(op: Any) -> bool:
     """Whether an operator draws from a key, or derives keys: see `remat.random`."""
     return isinstance(op, schemas.OpOverload) and op.name().startswith("remat::random_")
+
+
+def workspace_bytes(op: Any, result: Any) -> int:
+    """What the kernel of a draw from a key holds beside its result while it runs."""
+    return WORKSPACES[op](result) if is_keyed(op) and op in WORKSPACES else 0
 
 
 def made_by(value: Step, values: Sequence[Step]) -> str:

@@ -2,7 +2,7 @@
 
 Both programs are walked step by step, as they will run: a step allocates storages, and a
 storage is freed after its last use. The results of operators count. Arguments belong to the
-caller and do not; memory inside one kernel is not seen.
+caller and do not. Of memory inside one kernel, that of draws from keys is known.
 """
 
 import dataclasses
@@ -90,7 +90,8 @@ def peak_of_run(
             new = [] if value.op is None else [each for each in made if not uses[each]]
             live += sum(_size(graph, each) for each in new)
             uses.update(made)
-            peak = max(peak, live)
+            inside = operators.workspace_bytes(value.op, value.meta)
+            peak = max(peak, live + inside)
         for freed in last.get(index, ()):
             for each in _storages(graph, owners, freed):
                 uses[each] -= 1

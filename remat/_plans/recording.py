@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from remat._errors import TraceError, refusal
+from remat._graph import operators
 from remat._torch import autograd, fakes, isolation, levels, modes, trees
 from remat.policies._sizes import parse_size
 
@@ -89,6 +90,9 @@ class _LiveBytes(modes.DispatchMode):
         result = modes.run_in_mode(op, args, kwargs)
         for tensor in trees.tensor_leaves(result):
             self._count(tensor, is_new=not self.is_paused)
+        if not self.is_paused:
+            inside = operators.workspace_bytes(op, result)
+            self.peak = max(self.peak, self.now + inside)
         return result
 
     def _count(self, tensor: Tensor, *, is_new: bool) -> None:

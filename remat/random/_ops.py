@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat._graph import operators
+from remat._graph.meta import TensorMeta
 from remat._torch import schemas
 from remat.random import _checking, _native, _portable
 from remat.random._philox import advanced, tiles
@@ -41,11 +43,21 @@ def _define_draw(name: str, bounds: str, kernel: Callable[..., Tensor]) -> Any:
         return key.new_empty((*key.shape[:-1], *shape), dtype=rest[-1])
 
     schema = f"Tensor key, SymInt[] shape, {bounds}, ScalarType dtype"
-    return _define(name, schema, kernel, fake)
+    op = _define(name, schema, kernel, fake)
+    operators.WORKSPACES[op] = _workspace_bytes
+    return op
 
 
 def _native_or_portable(keys: Tensor) -> ModuleType:
     return _native if _native.serves(keys.device) else _portable
+
+
+def _workspace_bytes(drawn: TensorMeta) -> int:
+    """What a draw holds beside its result while it runs."""
+    if _native.has_kernels(drawn.device.type):
+        return 0  # but for a mask of another dtype, which is made of uniform numbers in pieces
+    count = math.prod(drawn.shape)
+    return _portable.workspace_bytes(count, drawn.dtype, drawn.device)
 
 
 def _drawn(

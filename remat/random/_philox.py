@@ -93,11 +93,16 @@ def blocks(keys: Tensor, first: int, count: int) -> Words:
     return scramble(counter, (seed & _LOW, (seed >> 32) & _LOW))
 
 
+def blocks_of_piece(device: torch.device) -> int:
+    """The most blocks that are drawn at once; of a device that is not known yet, as on a CPU."""
+    return _CPU_BLOCKS if device.type in ("cpu", "meta") else _DEVICE_BLOCKS
+
+
 def tiles(num_keys: int, num_blocks: int, device: torch.device) -> Iterator[Tile]:
     """Covers (key, block) by rectangles: a slice of keys, the first block, their number."""
     if num_keys == 0 or num_blocks == 0:
         return
-    limit = _CPU_BLOCKS if device.type == "cpu" else _DEVICE_BLOCKS
+    limit = blocks_of_piece(device)
     width = min(num_blocks, limit)
     height = max(1, limit // width)
     for row in range(0, num_keys, height):

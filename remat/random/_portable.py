@@ -20,11 +20,28 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from remat.random._philox import Words, as_int64, block, blocks, tiles
+from remat.random._philox import (
+    Words,
+    as_int64,
+    block,
+    blocks,
+    blocks_of_piece,
+    tiles,
+)
 
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _STEP = 2.0**-32
+# What a piece holds beside its result, at the most: of 32-bit words, and of 64-bit integers.
+_BYTES_OF_BLOCK, _BYTES_OF_LONG_BLOCK = 96, 114
 _FEW_KEYS = 32  # a heuristic: from here on tensors are faster than Python
+
+
+def workspace_bytes(count: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The most that a draw of so many numbers holds beside its result: that of a piece."""
+    is_long = dtype.itemsize == 8
+    num_blocks = min(-(-count // (2 if is_long else 4)), blocks_of_piece(device))
+    is_integer = is_long and not dtype.is_floating_point
+    return num_blocks * (_BYTES_OF_LONG_BLOCK if is_integer else _BYTES_OF_BLOCK)
 
 
 def split(keys: Tensor, num: int) -> Tensor:
@@ -148,4 +165,5 @@ def _fill(out: Tensor, keys: Tensor, sample: Callable[[Words], Tensor]) -> Tenso
         found = sample(blocks(bits[rows], first, count))
         target = out[rows, first * each : (first + count) * each]
         target.copy_(found[:, : target.shape[1]])
+        del found  # before the next piece is drawn
     return out

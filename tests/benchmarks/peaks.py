@@ -1,7 +1,7 @@
 """Predicted peaks beside the allocator's: `python -m tests.benchmarks peaks`.
 
 The step of each of twelve models is one region, under plans, a peak and policies. The command
-fails where a step takes more than was predicted and one kernel may use inside, or a tenth less.
+fails where a step takes more than was predicted, or a tenth less.
 """
 
 import importlib
@@ -24,8 +24,6 @@ from tests.benchmarks.tables import heading
 SIZE = transformers.Size(width=128, layers=3, length=64)
 EXAMPLES = 8
 MOST_ABOVE = 0.1
-#: What a kernel may use inside, which no program shows: draws from keys take the most.
-OF_A_KERNEL = 3 * 2**19
 
 
 @dataclass(frozen=True)
@@ -148,9 +146,7 @@ class Line:
     @property
     def is_right(self) -> bool:
         """Whether the prediction may be trusted."""
-        return (
-            self.predicted + OF_A_KERNEL >= self.measured and self.above <= MOST_ABOVE
-        )
+        return 0 <= self.above <= MOST_ABOVE
 
 
 def measured(name: str) -> Iterator[Line]:
