@@ -26,6 +26,11 @@ LEFT_OUT: dict[str, list[str]] = {
         "tests/laws/test_law_02_names_and_policies.py::"
         "test_names_cover_the_helpers_of_attention",
         "tests/laws/test_law_02_names_and_policies.py::test_matmul_policy_on_attention",
+        *(
+            "tests/laws/test_law_02_names_and_policies.py::"
+            f"test_of_multi_head_attention_the_output_alone_is_saved[{mask}-0.0]"
+            for mask in ("None", "mask1")
+        ),
         "tests/interop/test_transformers.py::"
         "test_of_attention_the_output_alone_is_saved[llama_fused]",
         "tests/reporting/test_checklist.py::test_a_good_model_passes",
@@ -78,6 +83,18 @@ LEFT_OUT: dict[str, list[str]] = {
     "a thread that it starts makes its tensors on the CPU: a default device is a thread's own": [
         "tests/laws/test_law_11_restores.py::test_two_threads_train_through_one_region",
         "tests/switches/test_first_order.py::test_another_thread_has_all_orders",
+    ],
+    "plain torch raises there: a write to a view has no second derivative on its kind of device": [
+        "tests/laws/test_law_01_higher_order.py::test_second_derivatives[in_place_on_views]",
+        *(
+            "tests/laws/test_law_01_every_order.py::"
+            f"test_gradients_that_plain_autograd_records[{way}, in_place"
+            for way in ("in grad", "in grad(grad)", "in vmap(grad)", "by a leaf")
+        ),
+    ],
+    "autograd's thread for the device lets go of the last tensors a moment after a backward": [
+        "tests/laws/test_memory_lifetime.py::test_saved_bytes_die_with_the_outputs",
+        "tests/laws/test_memory_lifetime.py::test_many_steps_hold_memory_flat",
     ],
     "autograd has a thread for the device, on which the variable is still unset": [
         "tests/laws/test_law_07_no_stale_state.py::"

@@ -18,6 +18,7 @@ ENVIRONMENT = {
 OTHERS = {
     "budget": "tests.benchmarks.budget",
     "fit": "tests.benchmarks.fit",
+    "fit-times": "tests.benchmarks.fit_times",
     "gpu": "tests.benchmarks.gpu",
     "growth": "tests.benchmarks.growth",
     "llama": "tests.benchmarks.llama",

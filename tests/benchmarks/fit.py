@@ -9,10 +9,12 @@ tensors, inside kernels, is printed: no program shows it.
 """
 
 import importlib
+import itertools
+import operator
 import random
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from remat import BudgetError
+from remat import BudgetError, Plan
 from remat._plans.shares import Loads, Search, Shares
 from tests.benchmarks.fit_models import MODELS, Model
 from tests.benchmarks.memory import allocated
@@ -70,7 +72,7 @@ class Line:
 
 
 @contextmanager
-def _searches() -> Iterator[list[tuple[Shares, Loads]]]:
+def searches() -> Iterator[list[tuple[Shares, Loads]]]:
     """The searches for a peak inside: which calls, and what lives in their step."""
     seen: list[tuple[Shares, Loads]] = []
     within = Shares.within
@@ -94,17 +96,17 @@ def measured(name: str) -> Iterator[Line]:
     torch.manual_seed(0)
     model = MODELS[name]()
     optimizer = torch.optim.AdamW(model.parameters)
-    low = _lowest(model, optimizer)
-    with _searches() as seen:
+    low = lowest(model, optimizer)
+    with searches() as seen:
         high = model.plan(1 << 40, optimizer)[0]
-    drawn = _Drawn(*seen[0])
+    drawn = Drawn(*seen[0])
     for limit in sorted({int(low + part * (high - low)) for part in PARTS}):
         predicted, cost = model.plan(limit, optimizer)
         sizes = _bytes_of_step(model, optimizer)
         yield Line(name, limit, predicted, *sizes, cost, drawn.least(limit))
 
 
-def _lowest(model: Model, optimizer: torch.optim.Optimizer) -> int:
+def lowest(model: Model, optimizer: torch.optim.Optimizer) -> int:
     """The lowest peak that can be kept, as it is said where nothing fits."""
     try:
         model.plan(1, optimizer)
@@ -114,12 +116,13 @@ def _lowest(model: Model, optimizer: torch.optim.Optimizer) -> int:
     raise AssertionError("a step in one byte is not refused")
 
 
-class _Drawn:
+class Drawn:
     """Budgets that are drawn for each region, and what they come to."""
 
     def __init__(self, shares: Shares, loads: Loads) -> None:
         chance, self._fixed = random.Random(0), np.array(loads.fixed)
-        self._costs: list[list[int]] = []
+        self._places = [place for unit in shares.units for place in unit]
+        self._plans: list[list[list[Plan]]] = []
         self._added: list[list[Any]] = []
         for unit in shares.units:
             whole = [shares.whole[place] for place in unit]
@@ -128,7 +131,7 @@ class _Drawn:
             between = sorted(chance.randint(least, most) for _ in range(POOL))
             sizes = [least, *between, most]
             plans = [[shares.plan(place, size) for place in unit] for size in sizes]
-            self._costs.append([sum(p.recompute_cost for p in own) for own in plans])
+            self._plans.append(plans)
             self._added.append(
                 [
                     sum(
@@ -141,17 +144,27 @@ class _Drawn:
 
     def least(self, limit: int) -> int | None:
         """The least that a number of configurations within a limit recompute."""
-        chance = random.Random(1)
-        costs = [self._cost(limit, chance) for _ in range(DRAWN)]
-        return min((each for each in costs if each is not None), default=None)
+        costs = [sum(p.recompute_cost for p in plans) for plans in self.within(limit)]
+        return min(costs, default=None)
 
-    def _cost(self, limit: int, chance: random.Random) -> int | None:
-        """That of one, of which budgets fall until the peak is within the limit."""
-        chosen = [chance.randrange(len(each)) for each in self._costs]
+    def within(self, limit: int) -> list[list[Plan]]:
+        """The plans of the calls in a number of configurations, of those within a limit."""
+        chance = random.Random(1)
+        drawn = [self._one(limit, chance) for _ in range(DRAWN)]
+        return [self._in_order(chosen) for chosen in drawn if chosen is not None]
+
+    def _in_order(self, chosen: list[int]) -> list[Plan]:
+        taken = [own[k] for own, k in zip(self._plans, chosen, strict=True)]
+        pairs = zip(self._places, itertools.chain(*taken), strict=True)
+        return [plan for _, plan in sorted(pairs, key=operator.itemgetter(0))]
+
+    def _one(self, limit: int, chance: random.Random) -> list[int] | None:
+        """One, of which budgets fall until the peak is within the limit."""
+        chosen = [chance.randrange(len(each)) for each in self._plans]
         while True:
             added = [own[k] for own, k in zip(self._added, chosen, strict=True)]
             if (self._fixed + sum(added)).max() <= limit:
-                return sum(own[k] for own, k in zip(self._costs, chosen, strict=True))
+                return chosen
             left = [place for place, k in enumerate(chosen) if k]
             if not left:
                 return None
@@ -159,14 +172,20 @@ class _Drawn:
             chosen[place] = chance.randrange(chosen[place])
 
 
-def _bytes_of_step(model: Model, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """The most that lives in a step once the optimizer has its state: tensors, and all."""
+def step_of(model: Model, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A training step."""
 
     def step() -> None:
         model.loss().backward()
         optimizer.step()
         optimizer.zero_grad()
 
+    return step
+
+
+def _bytes_of_step(model: Model, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """The most that lives in a step once the optimizer has its state: tensors, and all."""
+    step = step_of(model, optimizer)
     step()
     states = [each for state in optimizer.state.values() for each in state.values()]
     # Token ids may be the labels, too.

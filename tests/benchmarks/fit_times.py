@@ -1,0 +1,108 @@
+"""Steps under a limit, run and timed: `python -m tests.benchmarks fit-times`.
+
+The steps of the models of `fit` are planned for the middle one of its limits. Then fifty random
+configurations within the limit are applied in turn, and run. The fastest three of them are run again, in rounds
+with the planned one: of fifty times the least is small by chance. A step's time is processor time,
+the least of several. The command fails where a planned step takes a tenth longer than the fastest.
+"""
+
+import gc
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+from remat import Plan
+from remat._plans.shares import Search, Shares
+from tests.benchmarks.fit import PARTS, Drawn, lowest, searches, step_of
+from tests.benchmarks.fit_models import MODELS, Model
+from tests.benchmarks.tables import heading
+
+MOST_SLOWER = 0.1
+PART = PARTS[len(PARTS) // 2]
+TURNS, AGAIN, ROUNDS = 5, 3, 4
+
+
+@dataclass(frozen=True)
+class Line:
+    """The seconds of a planned step, and of the fastest of those that were drawn."""
+
+    model: str
+    limit: int
+    planned_s: float
+    drawn_s: float
+    num_drawn: int
+
+    @property
+    def slower(self) -> float:
+        """How much longer the planned step takes than the fastest that was drawn."""
+        return self.planned_s / self.drawn_s - 1
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    """The least that a step takes of several, once it is traced."""
+    step()
+    gc.collect()
+    gc.disable()
+    taken: list[float] = []
+    for _ in range(TURNS):
+        started = time.process_time()
+        step()
+        taken.append(time.process_time() - started)
+    gc.enable()
+    return min(taken)
+
+
+def timed(name: str) -> Line:
+    """A model at the middle limit."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    optimizer = torch.optim.AdamW(model.parameters)
+    low = lowest(model, optimizer)
+    with searches() as seen:
+        high = model.plan(1 << 40, optimizer)[0]
+    shares, loads = seen[0]
+    limit, run = int(low + PART * (high - low)), step_of(model, optimizer)
+
+    def seconds(plans: Sequence[Plan]) -> float:
+        _apply(model, limit, optimizer, plans)
+        return _seconds(run)
+
+    drawn = Drawn(shares, loads).within(limit)
+    times = [seconds(plans) for plans in drawn]
+    fastest = sorted(range(len(drawn)), key=times.__getitem__)[:AGAIN]
+    racers = [shares.within(limit, loads).found, *(drawn[k] for k in fastest)]
+    rounds = [[seconds(plans) for plans in racers] for _ in range(ROUNDS)]
+    planned, *others = [min(each) for each in zip(*rounds, strict=True)]
+    return Line(name, limit, planned, min(others, default=planned), len(drawn))
+
+
+def _apply(
+    model: Model, limit: int, optimizer: torch.optim.Optimizer, plans: Sequence[Plan]
+) -> None:
+    """Gives a model's regions these plans, as if they had been found."""
+    with mock.patch.object(Shares, "within", return_value=Search(plans, True)):
+        model.plan(limit, optimizer)
+
+
+def main(threads: int) -> int:
+    """Prints the table; how many planned steps are slower than they may be."""
+    torch.set_num_threads(threads)
+    warnings.simplefilter("ignore")
+    print(heading())
+    print(
+        "| model | limit MiB | planned ms | fastest drawn ms | of | planned, slower |\n"
+        "|---|--:|--:|--:|--:|--:|",
+        flush=True,
+    )
+    lines: list[Line] = []
+    for line in map(timed, MODELS):
+        lines.append(line)
+        times = (line.planned_s, line.drawn_s)
+        cells = [line.model, f"{line.limit / 2**20:.3f}"]
+        cells += [*(f"{1e3 * each:.2f}" for each in times), str(line.num_drawn)]
+        print(f"| {' | '.join(cells)} | {line.slower:+.1%} |", flush=True)
+    return sum(line.slower > MOST_SLOWER for line in lines)
