@@ -34,8 +34,8 @@ _HIDDEN_VIEWS = frozenset(
 _SILENT = {"dropout_p": 0.0, "train": False, "training": False}
 
 
-# Of operators of `remat.random`: what a kernel holds beside a result while it runs, in bytes.
-WORKSPACES: dict[Any, Callable[[Any], int]] = {}
+# Of draws from keys: from the arguments and the result to the bytes that the kernel holds beside it.
+WORKSPACES: dict[Any, Callable[[Sequence[Any], Any], int]] = {}
 
 
 class Step(Protocol):
@@ -157,9 +157,10 @@ def is_keyed(op: Any) -> bool:
     return isinstance(op, schemas.OpOverload) and op.name().startswith("remat::random_")
 
 
-def workspace_bytes(op: Any, result: Any) -> int:
+def workspace_bytes(op: Any, args: Sequence[Any], result: Any) -> int:
     """What the kernel of a draw from a key holds beside its result while it runs."""
-    return WORKSPACES[op](result) if is_keyed(op) and op in WORKSPACES else 0
+    is_known = isinstance(op, schemas.OpOverload) and op in WORKSPACES
+    return WORKSPACES[op](args, result) if is_known else 0
 
 
 def made_by(value: Step, values: Sequence[Step]) -> str:

@@ -90,7 +90,7 @@ def peak_of_run(
             new = [] if value.op is None else [each for each in made if not uses[each]]
             live += sum(_size(graph, each) for each in new)
             uses.update(made)
-            inside = operators.workspace_bytes(value.op, value.meta)
+            inside = operators.workspace_bytes(value.op, value.args, value.meta)
             peak = max(peak, live + inside)
         for freed in last.get(index, ()):
             for each in _storages(graph, owners, freed):

@@ -91,7 +91,7 @@ class _LiveBytes(modes.DispatchMode):
         for tensor in trees.tensor_leaves(result):
             self._count(tensor, is_new=not self.is_paused)
         if not self.is_paused:
-            inside = operators.workspace_bytes(op, result)
+            inside = operators.workspace_bytes(op, args, result)
             self.peak = max(self.peak, self.now + inside)
         return result
 

@@ -55,16 +55,6 @@ def wraps_fakes(tensor: Tensor) -> bool:
     return any(isinstance(each, Tensor) and is_fake(each) for each in inner)
 
 
-def updated_as_real() -> contextlib.AbstractContextManager[None]:
-    """Inside, optimizers choose for fake tensors how to update tensors of their device.
-
-    On an accelerator that is all parameters by one call, unless they are told otherwise. Obsolete
-    when they ask for the device alone.
-    """
-    kinds = [*_optimizers._foreach_supported_types, FakeTensor]
-    return attributes_as(_optimizers, _foreach_supported_types=kinds)
-
-
 def is_in_parts(tensor: Tensor) -> bool:
     """Whether a tensor is of a subclass that is made of others, as DTensor is."""
     return hasattr(tensor, "__tensor_flatten__")
@@ -257,6 +247,16 @@ def _zeros_like_fake(fake: Tensor) -> Tensor:
         fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
     ).zero_()
     return zeros.requires_grad_(fake.requires_grad)
+
+
+def updated_as_real() -> contextlib.AbstractContextManager[None]:
+    """Inside, optimizers choose for fake tensors how to update tensors of their device.
+
+    On an accelerator that is all parameters by one call, unless they are told otherwise. Obsolete
+    when they ask for the device alone.
+    """
+    kinds = [*_optimizers._foreach_supported_types, FakeTensor]
+    return attributes_as(_optimizers, _foreach_supported_types=kinds)
 
 
 _OF_VMAP = "We do not support batching operators that can support dynamic shape"

@@ -52,12 +52,13 @@ def _native_or_portable(keys: Tensor) -> ModuleType:
     return _native if _native.serves(keys.device) else _portable
 
 
-def _workspace_bytes(drawn: TensorMeta) -> int:
+def _workspace_bytes(args: Sequence[Any], drawn: TensorMeta) -> int:
     """What a draw holds beside its result while it runs."""
     if _native.has_kernels(drawn.device.type):
         return 0  # but for a mask of another dtype, which is made of uniform numbers in pieces
-    count = math.prod(drawn.shape)
-    return _portable.workspace_bytes(count, drawn.dtype, drawn.device)
+    of_key = math.prod(args[1])
+    num_keys = math.prod(drawn.shape) // max(of_key, 1)
+    return _portable.workspace_bytes(num_keys, of_key, drawn.dtype, drawn.device)
 
 
 def _drawn(

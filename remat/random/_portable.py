@@ -31,17 +31,22 @@ from remat.random._philox import (
 
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _STEP = 2.0**-32
-# What a piece holds beside its result, at the most: of 32-bit words, and of 64-bit integers.
-_BYTES_OF_BLOCK, _BYTES_OF_LONG_BLOCK = 96, 114
+# What a piece holds beside its result, at the most: for each block, one of 64-bit integers, and key.
+_BYTES_OF_BLOCK, _BYTES_OF_LONG_BLOCK, _BYTES_OF_KEY = 96, 114, 16
 _FEW_KEYS = 32  # a heuristic: from here on tensors are faster than Python
 
 
-def workspace_bytes(count: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The most that a draw of so many numbers holds beside its result: that of a piece."""
+def workspace_bytes(
+    num_keys: int, count: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """The most that a draw holds beside its result, of so many numbers for each key: a piece's."""
     is_long = dtype.itemsize == 8
-    num_blocks = min(-(-count // (2 if is_long else 4)), blocks_of_piece(device))
+    # A key begins with a block of its own.
+    num_blocks = num_keys * -(-count // (2 if is_long else 4))
     is_integer = is_long and not dtype.is_floating_point
-    return num_blocks * (_BYTES_OF_LONG_BLOCK if is_integer else _BYTES_OF_BLOCK)
+    of_block = _BYTES_OF_LONG_BLOCK if is_integer else _BYTES_OF_BLOCK
+    most = blocks_of_piece(device)
+    return min(num_blocks, most) * of_block + min(num_keys, most) * _BYTES_OF_KEY
 
 
 def split(keys: Tensor, num: int) -> Tensor:

@@ -14,7 +14,7 @@ import operator
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +72,7 @@ class Line:
 
 
 @contextmanager
-def searches() -> Iterator[list[tuple[Shares, Loads]]]:
+def _searches() -> Iterator[list[tuple[Shares, Loads]]]:
     """The searches for a peak inside: which calls, and what lives in their step."""
     seen: list[tuple[Shares, Loads]] = []
     within = Shares.within
@@ -87,26 +87,58 @@ def searches() -> Iterator[list[tuple[Shares, Loads]]]:
         yield seen
 
 
-def measured(name: str) -> Iterator[Line]:
-    """A model under limits from its lowest peak to that of a step that saves everything.
+@dataclass(frozen=True)
+class Case:
+    """A model and its limits, from its lowest peak to that of a step that saves everything.
 
-    Raises:
-        AssertionError: a limit below the lowest peak is not refused with that peak.
+    Attributes:
+        drawn: the plans of the calls in random configurations within a limit.
+        shares: the calls of regions.
+        loads: what lives in a step.
     """
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    optimizer = torch.optim.AdamW(model.parameters)
-    low = lowest(model, optimizer)
-    with searches() as seen:
-        high = model.plan(1 << 40, optimizer)[0]
-    drawn = Drawn(*seen[0])
-    for limit in sorted({int(low + part * (high - low)) for part in PARTS}):
-        predicted, cost = model.plan(limit, optimizer)
-        sizes = _bytes_of_step(model, optimizer)
-        yield Line(name, limit, predicted, *sizes, cost, drawn.least(limit))
+
+    model: Model
+    optimizer: torch.optim.Optimizer
+    limits: Sequence[int]
+    drawn: Callable[[int], list[list[Plan]]]
+    shares: Shares
+    loads: Loads
+
+    @classmethod
+    def of(cls, name: str) -> "Case":
+        """By the name of the model.
+
+        Raises:
+            AssertionError: a limit below the lowest peak is not refused with that peak.
+        """
+        torch.manual_seed(0)
+        model = MODELS[name]()
+        optimizer = torch.optim.AdamW(model.parameters)
+        low = _lowest(model, optimizer)
+        with _searches() as seen:
+            high = model.plan(1 << 40, optimizer)[0]
+        limits = sorted({int(low + part * (high - low)) for part in PARTS})
+        return cls(model, optimizer, limits, _Drawn(*seen[0]).within, *seen[0])
+
+    def step(self) -> None:
+        """A training step."""
+        self.model.loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
-def lowest(model: Model, optimizer: torch.optim.Optimizer) -> int:
+def measured(name: str) -> Iterator[Line]:
+    """A model under its limits."""
+    found = Case.of(name)
+    for limit in found.limits:
+        predicted, cost = found.model.plan(limit, found.optimizer)
+        sizes = _bytes_of_step(found)
+        costs = [sum(p.recompute_cost for p in each) for each in found.drawn(limit)]
+        least = min(costs, default=None)
+        yield Line(name, limit, predicted, *sizes, cost, least)
+
+
+def _lowest(model: Model, optimizer: torch.optim.Optimizer) -> int:
     """The lowest peak that can be kept, as it is said where nothing fits."""
     try:
         model.plan(1, optimizer)
@@ -116,7 +148,7 @@ def lowest(model: Model, optimizer: torch.optim.Optimizer) -> int:
     raise AssertionError("a step in one byte is not refused")
 
 
-class Drawn:
+class _Drawn:
     """Budgets that are drawn for each region, and what they come to."""
 
     def __init__(self, shares: Shares, loads: Loads) -> None:
@@ -141,11 +173,6 @@ class Drawn:
                     for own in plans
                 ]
             )
-
-    def least(self, limit: int) -> int | None:
-        """The least that a number of configurations within a limit recompute."""
-        costs = [sum(p.recompute_cost for p in plans) for plans in self.within(limit)]
-        return min(costs, default=None)
 
     def within(self, limit: int) -> list[list[Plan]]:
         """The plans of the calls in a number of configurations, of those within a limit."""
@@ -172,29 +199,19 @@ class Drawn:
             chosen[place] = chance.randrange(chosen[place])
 
 
-def step_of(model: Model, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """A training step."""
-
-    def step() -> None:
-        model.loss().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def _bytes_of_step(model: Model, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+def _bytes_of_step(case: Case) -> tuple[int, int]:
     """The most that lives in a step once the optimizer has its state: tensors, and all."""
-    step = step_of(model, optimizer)
-    step()
-    states = [each for state in optimizer.state.values() for each in state.values()]
+    case.step()
+    states = [
+        each for state in case.optimizer.state.values() for each in state.values()
+    ]
     # Token ids may be the labels, too.
-    resident = [*model.others, *states]
+    resident = [*case.model.others, *states]
     storages = {each.data_ptr(): each.untyped_storage().nbytes() for each in resident}
     before = sum(storages.values())
     with LiveBytes() as memory:
-        step()
-    return before + memory.peak, before + allocated(step).peak
+        case.step()
+    return before + memory.peak, before + allocated(case.step).peak
 
 
 TABLE = (

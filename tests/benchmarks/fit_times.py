@@ -17,12 +17,11 @@ import torch
 
 from remat import Plan
 from remat._plans.shares import Search, Shares
-from tests.benchmarks.fit import PARTS, Drawn, lowest, searches, step_of
-from tests.benchmarks.fit_models import MODELS, Model
+from tests.benchmarks.fit import Case
+from tests.benchmarks.fit_models import MODELS
 from tests.benchmarks.tables import heading
 
 MOST_SLOWER = 0.1
-PART = PARTS[len(PARTS) // 2]
 TURNS, AGAIN, ROUNDS = 5, 3, 4
 
 
@@ -58,34 +57,25 @@ def _seconds(step: Callable[[], None]) -> float:
 
 def timed(name: str) -> Line:
     """A model at the middle limit."""
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    optimizer = torch.optim.AdamW(model.parameters)
-    low = lowest(model, optimizer)
-    with searches() as seen:
-        high = model.plan(1 << 40, optimizer)[0]
-    shares, loads = seen[0]
-    limit, run = int(low + PART * (high - low)), step_of(model, optimizer)
+    case = Case.of(name)
+    limit = case.limits[len(case.limits) // 2]
 
     def seconds(plans: Sequence[Plan]) -> float:
-        _apply(model, limit, optimizer, plans)
-        return _seconds(run)
+        # The regions are given these plans, as if they had been found.
+        with mock.patch.object(Shares, "within", return_value=Search(plans, True)):
+            case.model.plan(limit, case.optimizer)
+        return _seconds(case.step)
 
-    drawn = Drawn(shares, loads).within(limit)
+    drawn = case.drawn(limit)
     times = [seconds(plans) for plans in drawn]
     fastest = sorted(range(len(drawn)), key=times.__getitem__)[:AGAIN]
-    racers = [shares.within(limit, loads).found, *(drawn[k] for k in fastest)]
+    racers = [
+        case.shares.within(limit, case.loads).found,
+        *(drawn[place] for place in fastest),
+    ]
     rounds = [[seconds(plans) for plans in racers] for _ in range(ROUNDS)]
     planned, *others = [min(each) for each in zip(*rounds, strict=True)]
     return Line(name, limit, planned, min(others, default=planned), len(drawn))
-
-
-def _apply(
-    model: Model, limit: int, optimizer: torch.optim.Optimizer, plans: Sequence[Plan]
-) -> None:
-    """Gives a model's regions these plans, as if they had been found."""
-    with mock.patch.object(Shares, "within", return_value=Search(plans, True)):
-        model.plan(limit, optimizer)
 
 
 def main(threads: int) -> int:

@@ -69,10 +69,27 @@ def test_the_workspace_is_known_to_plans(
     extra, _ = extra_kib(kernel, _portable, monkeypatch, count)
     drawn = kernel(1)
 
-    known = _portable.workspace_bytes(count, drawn.dtype, drawn.device) / 1024
+    known = _portable.workspace_bytes(1, count, drawn.dtype, drawn.device) / 1024
 
     assert extra <= known + 1
     assert known <= 1.5 * extra + 1
+
+
+@pytest.mark.parametrize("each", [1, 3, 6])
+def test_the_workspace_of_many_keys_is_known_to_plans(
+    each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each key begins with a block of its own, of which it may use one number."""
+    monkeypatch.setattr(_ops, "_native_or_portable", lambda _: _portable)
+    keys = random.split(KEY, 1000)
+    with LiveBytes() as live:
+        drawn = _ops._uniform_op(keys, [each], 0.0, 2.0, torch.float32)
+
+    known = _portable.workspace_bytes(1000, each, drawn.dtype, drawn.device)
+
+    extra = live.peak_bytes - drawn.nbytes
+    assert extra <= known + 1024  # besides a few scalars
+    assert known <= 1.5 * extra + 1024
 
 
 @pytest.mark.parametrize("has_kernels", [False, True])
@@ -82,7 +99,7 @@ def test_a_plan_adds_it_while_the_draw_runs(
     """To the numbers that are drawn, and to what else lives."""
     monkeypatch.setattr(_native, "has_kernels", lambda _: has_kernels)
     count = 1 << 14
-    inside = 0 if has_kernels else 96 * count // 4
+    inside = 0 if has_kernels else 96 * count // 4 + 16
 
     def draw(x: Tensor) -> Tensor:
         return (x * random.uniform(KEY, (count,))).sum()
