@@ -1,6 +1,7 @@
 """Makes every test start alike: one thread, the same seeds, the same examples."""
 
 import gc
+import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -76,6 +77,15 @@ def pytest_configure(config: pytest.Config) -> None:
         accelerator.load()
     if device != "cpu":
         torch.set_default_device(torch.device(device, 0))
+        _add_up_in_one_order(config)
+
+
+def _add_up_in_one_order(config: pytest.Config) -> None:
+    """Has the device's kernels give the same bits each time, as the CPU's do, where they can."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    config.addinivalue_line("filterwarnings", "ignore:.*deterministic")
 
 
 def pytest_collection_modifyitems(

@@ -17,7 +17,7 @@ from remat._calls.entry import Entry
 from remat._calls.options import Settings
 from remat._calls.signature import CallSite
 from remat._calls.traced_call import TracedCall, require_lawful, trace_call
-from remat._graph import operators
+from remat._graph import operators, statistics
 from remat._graph.meta import TensorMeta
 from remat._partition.decide import decide_of_operands
 from remat._partition.stages import Stages
@@ -26,8 +26,6 @@ from remat._regions.functions import Function
 from remat._regions.traced import TracedRegion
 from remat._torch import guards
 from remat._tracing.open_sizes import Fixed, Templates
-
-_BATCH_NORM = "aten._native_batch_norm_legit_functional"
 
 
 @final
@@ -151,11 +149,11 @@ def _compiled_entry(
         labels=names,
         written=tuple(operand for operand, _ in joint.mutations),
         changed=traced.flattened.changed,
-        # Statistics, which torch's kernel writes without telling.
+        # Statistics, which torch's kernels write without telling.
         unseen=frozenset(
             operand
             for operand, new in joint.mutations
-            if operators.made_by(values[new.index], values) == _BATCH_NORM
+            if operators.maker(values[new.index], values) in statistics.FUNCTIONAL
         ),
         streams=frozenset(value.stream for value in values) - {""},
         hooked=traced.hooked,

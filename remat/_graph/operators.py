@@ -163,9 +163,14 @@ def workspace_bytes(op: Any, args: Sequence[Any], result: Any) -> int:
     return WORKSPACES[op](args, result) if is_known else 0
 
 
-def made_by(value: Step, values: Sequence[Step]) -> str:
-    """The name of the operator behind a value: past getitem and matmul's last view."""
+def maker(value: Step, values: Sequence[Step]) -> Any:
+    """The operator behind a value: past getitem and matmul's last view."""
     while value.op is operator.getitem or value.op in _HIDDEN_VIEWS:
         index: int = value.args[0].index
         value = values[index]
-    return short_name(value.op)
+    return value.op
+
+
+def made_by(value: Step, values: Sequence[Step]) -> str:
+    """The name of the operator behind a value."""
+    return short_name(maker(value, values))

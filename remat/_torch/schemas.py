@@ -153,6 +153,22 @@ def define(
     return getattr(torch.ops.remat, name).default
 
 
+def define_composite(
+    like: Any, more: Sequence[str], function: Callable[..., Any]
+) -> Any:
+    """Makes an operator of other operators: the arguments of one, and more results behind its own.
+
+    The types of the results are named as in a schema. Torch differentiates and maps what it is
+    made of.
+    """
+    name = like.overloadpacket.__name__
+    given, _, returned = str(schema_of(like)).partition(" -> ")
+    results = ", ".join((returned.strip("()"), *more))
+    library().define(f"{name}({given.partition('(')[2]} -> ({results})")
+    library().impl(name, function, "CompositeImplicitAutograd")
+    return getattr(torch.ops.remat, name).default
+
+
 def register_vmap(name: str, function: Callable[..., Any]) -> None:
     """Says how an operator of this package is mapped."""
     api: Any = torch.library

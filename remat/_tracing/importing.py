@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from remat._generators import device_states, streams
-from remat._graph import operators
+from remat._graph import operators, statistics
 from remat._graph.meta import Meta, TensorMeta, device_of
 from remat._graph.values import Ref, Value
 from remat._switches.numerics import Numerics
@@ -38,6 +38,11 @@ _SLICES = {
 _SCATTERS = frozenset(
     {_aten.select_scatter.default, _aten.slice_scatter.default}
     | {_aten.diagonal_scatter.default, _aten.as_strided_scatter.default}
+)
+
+# Derivatives of normalizations, which torch takes only in training mode.
+_NORMS_OF_TRAINING = frozenset(
+    {_aten.cudnn_batch_norm_backward.default, _aten.miopen_batch_norm_backward.default}
 )
 
 
@@ -212,11 +217,10 @@ class Imported:
         self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         target: Any = node.target
-        if target is _aten.native_batch_norm.default:
-            _, _, _, mean, _, is_training, *_ = args
-            if is_training and mean is not None:
-                self._batch_norm(node, args)
-                return
+        writer = statistics.QUIET_WRITERS.get(target)
+        if writer is not None and writer.writes(args):
+            self._with_statistics(node, writer, args)
+            return
         if kwargs.get("device") == _META:
             # See `fakes.fake_mode`: the fake knows better.
             kwargs["device"] = node.meta["val"].device
@@ -240,7 +244,9 @@ class Imported:
 
     def _that_count(self, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments in one form of those that come to the same."""
-        if target is _aten.native_batch_norm_backward.default and args[7]:
+        if target in _NORMS_OF_TRAINING or (
+            target is _aten.native_batch_norm_backward.default and args[7]
+        ):
             # In training mode the kernel does not read the running statistics, which have
             # changed since.
             return (*args[:3], None, None, *args[5:])
@@ -324,17 +330,18 @@ class Imported:
         is_end = self.env.get(args[0]) is None
         self.forced = None if is_end else self.env[args[0]]
 
-    def _batch_norm(self, node: fx.Node, args: tuple[Any, ...]) -> None:
-        # native_batch_norm writes its running statistics, although its schema says that
-        # it does not. The functional variant returns the new ones.
-        self._add(node, _aten._native_batch_norm_legit_functional.default, args, {})
+    def _with_statistics(
+        self, node: fx.Node, writer: statistics.QuietWriter, args: tuple[Any, ...]
+    ) -> None:
+        self._add(node, writer.functional, args, {})
         made: Ref = self.env[node]
-        statistics: tuple[Ref, ...] = args[3:5]
-        metas = tuple(self.values[old.index].meta for old in statistics)
+        written: tuple[Ref, ...] = tuple(args[place] for place in writer.places)
+        metas = tuple(self.values[old.index].meta for old in written)
         value = self.values[made.index]
-        assert isinstance(value.meta, tuple), "an operator with three outputs"
+        assert isinstance(value.meta, tuple), "an operator with several outputs"
+        own = len(value.meta)
         self.values[made.index] = dataclasses.replace(value, meta=(*value.meta, *metas))
-        for position, old, meta in zip((3, 4), statistics, metas, strict=True):
+        for position, (old, meta) in enumerate(zip(written, metas, strict=True), own):
             new = Ref(len(self.values))
             self.values.append(
                 dataclasses.replace(

@@ -424,7 +424,8 @@ _RULES: dict[str, Rule] = {
         ),
         (
             "native_batch_norm _native_batch_norm_legit_functional "
-            "_native_batch_norm_legit_no_training",
+            "_native_batch_norm_legit_no_training cudnn_batch_norm miopen_batch_norm "
+            "remat.cudnn_batch_norm remat.miopen_batch_norm",
             _batch_norm,
         ),
         (
