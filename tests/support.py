@@ -385,6 +385,13 @@ def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return drawn.to(torch.get_default_device(), dtype)
 
 
+def default_generator() -> torch.Generator:
+    """That of the device on which the tests make their tensors."""
+    home = torch.get_default_device()
+    known = getattr(torch.get_device_module(home), "default_generators", None)
+    return known[home.index] if known else torch.default_generator
+
+
 class FakeDevice:
     """What `torch.cuda` offers for generators, without a device behind it."""
 

@@ -29,6 +29,7 @@ _STRIDED = torch.strided  # the look-up in `torch` takes longer than the compari
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
 _TAKE_FUNCTIONS = (torch.__path__[0] + "/_higher_order_ops/", taking_functions.__file__)
 _TORCHS_DISTRIBUTIONS = torch.__path__[0] + "/distributions/"
+_TAKES_MEMORY = "argument of type: <class 'torch.storage.UntypedStorage'>"
 _RERUN = 'engine="rerun", which runs the function again in the backward'
 
 
@@ -267,6 +268,14 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
             "A trace runs the backward for several layouts of cotangents, and the first "
             "run frees that graph.",
             f"Pass retain_graph=True there, or use {_RERUN}.",
+        )
+    if _TAKES_MEMORY in text:
+        return _refused(
+            error,
+            "an operator takes the memory of a tensor, not its numbers.",
+            "A trace runs on tensors that have none. So do nn.LSTM, nn.GRU and nn.RNN on an "
+            "accelerator, whose kernels look whether all weights lie in one piece.",
+            f"Use {_RERUN}.",
         )
     if came_through(error, _TORCHS_CHECKPOINT):
         return _refused(

@@ -8,6 +8,7 @@ accelerator is torch's current one; recorded launches ("CUDA graphs") are not us
 """
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -260,18 +261,29 @@ def _admitted(
 def _largest_batch(
     size: Size, device: torch.device, contender: Contender, memory_bytes: int
 ) -> int:
-    """How many examples fit, parameters included: by the peaks of one and two, then by a run."""
+    """How many examples fit, parameters included: by the peaks of two, until one batch fits.
+
+    Peaks are straight lines but for what is rounded up: the next guess is where the line
+    through the last two meets the limit, and at most twice as large.
+    """
 
     def most(batch: int) -> int:
         made = size.made(device, batch)
         fixed = sum(each.nbytes for each in (made.x, *made.leaves()))
         return fixed + _admitted(contender, made).peak_bytes()
 
-    one, two = most(1), most(2)
-    batch = 1 + (memory_bytes - one) // (two - one)
-    while batch > 0 and most(batch) > memory_bytes:
-        batch -= 1
-    return max(batch, 0)
+    known = {batch: most(batch) for batch in (1, 2)}
+    while True:
+        (low, low_bytes), (high, high_bytes) = sorted(known.items())[-2:]
+        each = (high_bytes - low_bytes) / (high - low)
+        largest = low + math.floor((memory_bytes - low_bytes) / each)
+        batch = max(min(largest, 2 * high), 0)
+        if batch in known or batch == 0:
+            fitting = (
+                n for n, size_bytes in known.items() if size_bytes <= memory_bytes
+            )
+            return max(fitting, default=0)
+        known[batch] = most(batch)
 
 
 def _row(*cells: str) -> str:

@@ -60,6 +60,7 @@ def test_the_command_passes_on_what_it_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.standin
+@pytest.mark.filterwarnings("ignore::remat.RematWarning")  # many sizes, many traces
 def test_an_accelerator_is_measured() -> None:
     """Each contender has its line; the more is kept, the fewer examples fit."""
     device = torch.device("standin", 0)

@@ -18,7 +18,13 @@ from remat._graph.meta import TensorMeta
 from remat._rerun.state import RunState
 from remat._torch import fakes
 from remat._tracing.trace import Request, trace
-from tests.support import FakeDevice, assert_bitwise, assert_close, seeded
+from tests.support import (
+    FakeDevice,
+    assert_bitwise,
+    assert_close,
+    default_generator,
+    seeded,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
@@ -265,8 +271,8 @@ def test_an_explicit_generator_runs_again(give: str) -> None:
 
     def run(wrap: Any) -> list[Tensor]:
         torch.manual_seed(3)
-        own = torch.Generator().manual_seed(5)
-        generator = own if give == "own" else torch.default_generator
+        own = torch.Generator(torch.get_default_device()).manual_seed(5)
+        generator = own if give == "own" else default_generator()
 
         def fun(x: Tensor) -> Tensor:
             x = torch.sin(drop(x) * torch.rand(3, generator=generator).double())

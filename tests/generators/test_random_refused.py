@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import ImplicitRandomnessError, random, remat
-from tests.support import assert_bitwise, seeded
+from tests.support import assert_bitwise, default_generator, seeded
 
 
 def dropout(x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "sdpa": (attention, "attention|dropout|bernoulli"),
     "rrelu": (rrelu, "rrelu"),
     "generator": (
-        lambda x: torch.sin(x * torch.rand(3, generator=torch.default_generator)),
+        lambda x: torch.sin(x * torch.rand(3, generator=default_generator())),
         "rand",
     ),
 }
@@ -115,7 +115,7 @@ def test_modules_may_ask_for_keys() -> None:
 
 def test_keys_refuse_an_explicit_generator_that_would_run_again() -> None:
     """A generator of the user's counts as well, and is put back."""
-    own = torch.Generator().manual_seed(5)
+    own = torch.Generator(torch.get_default_device()).manual_seed(5)
     before = own.get_state()
 
     def fun(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import checkpoint_name, plan, policies, remat
+from remat._generators import device_states
 from tests.support import assert_bitwise, assert_close, daily, held_bytes, seeded, swept
 
 pytestmark = [
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
     pytest.mark.filterwarnings("ignore::remat.RematWarning"),
 ]
-STATE = 5056
+STATE = device_states.size_bytes(torch.get_default_device())
 names = policies.save_only_these_names
 preserve: Any = functools.partial(remat, rng="preserve")
 
@@ -205,7 +206,11 @@ def test_under_vmap(fun: Any, randomness: Any) -> None:
 
 _library = torch.library.Library("remat_redraws", "DEF")
 _library.define("quietly(Tensor x) -> Tensor")
-_library.impl("quietly", lambda x: torch.rand(x.shape[0]), "CPU")
+_library.impl(
+    "quietly",
+    lambda x: torch.rand(x.shape[0], device=x.device),
+    "CompositeExplicitAutograd",
+)
 _library.impl("quietly", lambda x: x.new_empty(x.shape[0]), "Meta")
 
 

@@ -46,6 +46,22 @@ PLACES: list[Callable[[Tensor], Any]] = [
 ]
 
 
+def test_memory_is_no_argument_of_an_operator() -> None:
+    """As the kernels of recurrent layers on an accelerator would have it."""
+    memory = seeded(4).untyped_storage()
+
+    def fun(x: Tensor) -> Tensor:
+        return x * torch.empty(0, dtype=x.dtype).set_(memory)
+
+    x = seeded(4).requires_grad_()
+    with pytest.raises(
+        TraceError,
+        match=r"test_asked.*\.py:\d+: an operator takes the memory .*nn\.LSTM",
+    ):
+        remat(fun)(x)
+    assert_bitwise(remat(fun, engine="rerun")(x), fun(x))
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_where_memory_is_cannot_be_told(place: Any) -> None:
     """It is refused with its line; a run again can tell."""
