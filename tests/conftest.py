@@ -84,7 +84,8 @@ def _add_up_in_one_order(config: pytest.Config) -> None:
     """Has the device's kernels give the same bits each time, as the CPU's do, where they can."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = False
     config.addinivalue_line("filterwarnings", "ignore:.*deterministic")
 
 
@@ -100,8 +101,9 @@ def pytest_collection_modifyitems(
             mark for mark in has if not has[mark] and item.get_closest_marker(mark)
         ]
         why = reasons[lacking[0]] if lacking else None
-        if device == accelerator.NAME:
-            why = why or left_out.reason(item.nodeid)
+        if device != "cpu":
+            is_standin = device == accelerator.NAME
+            why = why or left_out.reason(item.nodeid, is_standin=is_standin)
         if why is not None:
             item.add_marker(pytest.mark.skip(reason=why))
 
