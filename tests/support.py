@@ -378,6 +378,25 @@ def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     return found
 
 
+def in_turn(*axes: Iterable[Any]) -> list[Any]:
+    """Parameters: all cases of a product, of which those are daily in which each value has a turn.
+
+    As many as the longest axis has values: what breaks for one value breaks in one of them.
+    What takes two together may be left to a sweep, or to other tests.
+    """
+    given = [list(axis) for axis in axes]
+    turns = range(max(map(len, given)))
+    places = {tuple(turn % len(axis) for axis in given) for turn in turns}
+    return [
+        pytest.param(*case, marks=() if place in places else pytest.mark.sweep)
+        for case, place in zip(
+            itertools.product(*given),
+            itertools.product(*(range(len(axis)) for axis in given)),
+            strict=True,
+        )
+    ]
+
+
 def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """A standard normal tensor, the same at every call."""
     generator = torch.Generator().manual_seed(seed)

@@ -5,8 +5,7 @@ operators return: as values like others, which are written back once a call. Run
 are, in a backward, they would count one batch twice. Obsolete when torch's schemas tell of it.
 """
 
-import dataclasses
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,29 +14,17 @@ from remat._torch import schemas
 
 _aten = torch.ops.aten
 
-
-@final
-@dataclasses.dataclass(frozen=True)
-class QuietWriter:
-    """An operator that writes two of its arguments without telling.
-
-    Attributes:
-        functional: what returns the new ones too.
-        places: where among its arguments they are.
-        flag: where the argument is that tells whether it writes; None if it always does.
-    """
-
-    functional: Any
-    places: tuple[int, int] = (3, 4)
-    flag: int | None = 5
-
-    def writes(self, args: tuple[Any, ...]) -> bool:
-        """Whether a call with these arguments writes."""
-        is_told = self.flag is None or args[self.flag]
-        return bool(is_told) and args[self.places[0]] is not None
+PLACES = (3, 4)  # of the statistics, among the arguments of each
+_IS_TRAINING = 5  # another argument, which these have
+_NORMS = (_aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
+# Those of nn.SyncBatchNorm, for what comes from all ranks.
+_GATHERS = (
+    _aten.batch_norm_gather_stats.default,
+    _aten.batch_norm_gather_stats_with_counts.default,
+)
 
 
-def _functional(op: Any, places: tuple[int, int]) -> Any:
+def _functional(op: Any) -> Any:
     """The form that clones what it would write, and returns the clones behind the results.
 
     Made of other operators: derivatives and batches are those of the operator itself.
@@ -45,30 +32,23 @@ def _functional(op: Any, places: tuple[int, int]) -> Any:
 
     def run(*args: Any) -> tuple[Tensor, ...]:
         given = list(args)
-        for place in places:
+        for place in PLACES:
             given[place] = given[place].clone()
-        return (*op(*given), *(given[place] for place in places))
+        return (*op(*given), *(given[place] for place in PLACES))
 
     return schemas.define_composite(op, ("Tensor", "Tensor"), run)
 
 
-def _clones_first(op: Any, flag: int | None) -> QuietWriter:
-    return QuietWriter(_functional(op, QuietWriter.places), flag=flag)
-
-
-#: By operator. The last two are those of nn.SyncBatchNorm, for what it gathers from all ranks.
-QUIET_WRITERS: dict[Any, QuietWriter] = {
-    _aten.native_batch_norm.default: QuietWriter(
-        _aten._native_batch_norm_legit_functional.default
-    ),
-    **{
-        op: _clones_first(op, flag)
-        for op, flag in (
-            (_aten.cudnn_batch_norm.default, 5),
-            (_aten.miopen_batch_norm.default, 5),
-            (_aten.batch_norm_gather_stats.default, None),
-            (_aten.batch_norm_gather_stats_with_counts.default, None),
-        )
-    },
+#: By operator, the one that returns the new statistics too.
+FUNCTIONAL_OF: dict[Any, Any] = {
+    _aten.native_batch_norm.default: _aten._native_batch_norm_legit_functional.default,
+    **{op: _functional(op) for op in (*_NORMS, *_GATHERS)},
 }
-FUNCTIONAL = frozenset(each.functional for each in QUIET_WRITERS.values())
+FUNCTIONAL = frozenset(FUNCTIONAL_OF.values())
+
+
+def writes(op: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call writes statistics: if it has some, and a norm only in training."""
+    if op not in FUNCTIONAL_OF or any(args[place] is None for place in PLACES):
+        return False
+    return op in _GATHERS or bool(args[_IS_TRAINING])

@@ -217,9 +217,8 @@ class Imported:
         self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         target: Any = node.target
-        writer = statistics.QUIET_WRITERS.get(target)
-        if writer is not None and writer.writes(args):
-            self._with_statistics(node, writer, args)
+        if statistics.writes(target, args):
+            self._with_statistics(node, args)
             return
         if kwargs.get("device") == _META:
             # See `fakes.fake_mode`: the fake knows better.
@@ -330,12 +329,10 @@ class Imported:
         is_end = self.env.get(args[0]) is None
         self.forced = None if is_end else self.env[args[0]]
 
-    def _with_statistics(
-        self, node: fx.Node, writer: statistics.QuietWriter, args: tuple[Any, ...]
-    ) -> None:
-        self._add(node, writer.functional, args, {})
+    def _with_statistics(self, node: fx.Node, args: tuple[Any, ...]) -> None:
+        self._add(node, statistics.FUNCTIONAL_OF[node.target], args, {})
         made: Ref = self.env[node]
-        written: tuple[Ref, ...] = tuple(args[place] for place in writer.places)
+        written: tuple[Ref, ...] = tuple(args[place] for place in statistics.PLACES)
         metas = tuple(self.values[old.index].meta for old in written)
         value = self.values[made.index]
         assert isinstance(value.meta, tuple), "an operator with several outputs"

@@ -481,6 +481,7 @@ def test_wrong_gradients_end_the_run():
         runner.admit(contenders(quick=True)[0], right)
 
 
+@pytest.mark.sweep
 def test_tiles_agree_with_what_they_are_measured_beside():
     vocabulary = tiles.vocabulary(tokens=64, width=8, classes=512, compiles=False)
     assert "remat, 16 tiles" in tiles.table("", vocabulary, rounds=2)

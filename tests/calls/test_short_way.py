@@ -13,7 +13,7 @@ from torch.func import grad, jvp, vjp, vmap
 import remat as package
 from remat import SavedTensorModifiedError, first_order, policies, remat
 from tests.functions import FUNCTIONS
-from tests.support import assert_bitwise, on_tensors, scalar_loss, seeded
+from tests.support import assert_bitwise, in_turn, on_tensors, scalar_loss, seeded
 
 # Forward mode itself compiles decompositions with torch.jit.script.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -108,8 +108,10 @@ def products(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("transform", ["grad", "vmap_grad"])
-@pytest.mark.parametrize("name", ["products", *(each.name for each in FUNCTIONS)])
+@pytest.mark.parametrize(
+    ("name", "transform"),
+    in_turn(["products", *(each.name for each in FUNCTIONS)], ["grad", "vmap_grad"]),
+)
 def test_later_calls_give_the_bits_of_the_first(name: str, transform: str) -> None:
     """Of every function that the tests know, alone and mapped."""
     known = {each.name: each for each in FUNCTIONS}

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from remat import checkpoint_name, plan, policies, remat
 from remat._generators import device_states
-from tests.support import assert_bitwise, assert_close, daily, held_bytes, seeded, swept
+from tests.support import (
+    assert_bitwise,
+    assert_close,
+    daily,
+    held_bytes,
+    in_turn,
+    seeded,
+    swept,
+)
 
 pytestmark = [
     pytest.mark.contract,
@@ -169,8 +177,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("fun", FUNS)
+@pytest.mark.parametrize(("transform", "fun"), in_turn(TRANSFORMS, FUNS))
 def test_under_transforms(fun: Any, transform: str) -> None:
     """All derivatives are of one sample: equal to those of the function with its masks."""
 

@@ -19,6 +19,7 @@ from tests.support import (
     assert_bitwise,
     assert_close,
     daily,
+    in_turn,
     seeded,
     swept,
     tensors_in,
@@ -221,8 +222,7 @@ def gradients(f: Callable[..., Any], count: int) -> Callable[..., Any]:
     return grad(number, tuple(range(count)))
 
 
-@pytest.mark.parametrize("nest", NESTS)
-@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize(("nest", "user"), in_turn(NESTS, USERS))
 def test_a_users_zero_times_infinity_is_not_a_number(user: str, nest: str) -> None:
     """In the value and in its tangent, as it is in plain torch."""
 

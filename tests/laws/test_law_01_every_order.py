@@ -4,8 +4,7 @@ Each function is a region, differentiated twice by nests of torch.func and of pl
 under policies that save different values of the backward and of tangents.
 """
 
-import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from remat import policies, random, remat, storage
 from tests.laws.derivatives import TORCH
 from tests.laws.nests import NESTS, loss
-from tests.support import assert_close, pairwise, seeded, swept
+from tests.support import assert_close, in_turn, seeded
 
 pytestmark = [
     pytest.mark.contract,
@@ -158,17 +157,11 @@ def assert_alike(run: Callable[[Unit], Any], f: Unit, policy: str) -> None:
         assert_close(found, expected)
 
 
-def cases(*axes: Collection[str]) -> list[Any]:
-    """Those in which any two values meet; a sweep tries all others."""
-    few = pairwise(*axes)
-    return few + swept(each for each in itertools.product(*axes) if each not in few)
-
-
-@pytest.mark.parametrize("case", cases(FUNCTIONS, SECOND_ORDER, POLICIES), ids=" ".join)
-def test_second_derivatives_by_torch_func(case: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "nest", "policy"), in_turn(FUNCTIONS, SECOND_ORDER, POLICIES)
+)
+def test_second_derivatives_by_torch_func(name: str, nest: str, policy: str) -> None:
     """Of smooth operators, of draws, of what changes in place, and of the user's own rules."""
-    name, nest, policy = case
-
     assert_alike(lambda f: NESTS[nest](TORCH, f, W, X), FUNCTIONS[name], policy)
 
 
@@ -254,8 +247,7 @@ TWICE_OVER: dict[str, Callable[[Unit], Any]] = {
 }
 
 
-@pytest.mark.parametrize("nest", TWICE_OVER)
-@pytest.mark.parametrize("kind", RETURNING_MORE)
+@pytest.mark.parametrize(("nest", "kind"), in_turn(TWICE_OVER, RETURNING_MORE))
 def test_levels_around_forward_mode_over_a_region(kind: str, nest: str) -> None:
     """What a closed one saved has no tangents: its pushed backward stays closed too."""
     found = TWICE_OVER[nest](lambda w, _: RETURNING_MORE[kind](w)[0])
@@ -367,19 +359,17 @@ RECORDED: dict[str, Callable[[Unit], Any]] = {
 SMOOTH = ["attention", "in_place", "autograd.Function", "detach"]
 
 
-@pytest.mark.parametrize("case", cases(PULLED, SMOOTH, POLICIES), ids=", ".join)
-def test_pullbacks(case: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize(("way", "name", "policy"), in_turn(PULLED, SMOOTH, POLICIES))
+def test_pullbacks(way: str, name: str, policy: str) -> None:
     """Called more than once, under a gradient, and after it."""
-    way, name, policy = case
-
     assert_alike(PULLED[way], FUNCTIONS[name], policy)
 
 
-@pytest.mark.parametrize("case", cases(RECORDED, SMOOTH, POLICIES), ids=", ".join)
-def test_gradients_that_plain_autograd_records(case: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize(("way", "name", "policy"), in_turn(RECORDED, SMOOTH, POLICIES))
+def test_gradients_that_plain_autograd_records(
+    way: str, name: str, policy: str
+) -> None:
     """Inside of torch.func's, or around it."""
-    way, name, policy = case
-
     assert_alike(RECORDED[way], FUNCTIONS[name], policy)
 
 

@@ -20,6 +20,8 @@ from tests.support import (
     assert_bitwise,
     assert_close,
     clone_exactly,
+    daily,
+    in_turn,
     on_tensors,
     random_cotangent,
     run,
@@ -48,8 +50,8 @@ def contract(names):
     return [pytest.param(n, marks=mark) if n in CORE else n for n in names]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", contract(NAMES))
+@pytest.mark.contract
+@pytest.mark.parametrize(("name", "policy"), in_turn(NAMES, POLICIES))
 def test_backward_gives_plain_bits(name, policy):
     """Outputs and gradients under .backward() are the plain function's, bit for bit."""
     fun, make_args = BY_NAME[name].fun, BY_NAME[name].make_args
@@ -72,8 +74,9 @@ def test_func_grad_gives_backward_bits(name):
     assert_bitwise(list(found), [expected[i] for i in wanted])
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("policy", ["everything", *swept(["nothing", "matmuls"])])
-@pytest.mark.parametrize("name", contract(NAMES))
+@pytest.mark.parametrize("name", daily({name: name for name in NAMES}, CORE))
 def test_func_grad_gives_the_same_bits_where_levels_below_may_differentiate(
     name, policy
 ):
@@ -147,9 +150,8 @@ def restrided(tensor: Tensor, how: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "how", ["transposed", "expanded", *swept(["sliced", "offset"])]
+    ("name", "how"), in_turn(STRIDED, ["transposed", "expanded", "sliced", "offset"])
 )
-@pytest.mark.parametrize("name", STRIDED)
 def test_any_strides_of_inputs(name, how):
     """An argument's strides change no bit that they do not change in plain code."""
     fun = BY_NAME[name].fun

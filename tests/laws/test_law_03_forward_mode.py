@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import chain, policies, remat, scan, schedules, storage
-from tests.support import assert_bitwise, count_operators, seeded, swept
+from tests.support import assert_bitwise, count_operators, in_turn, seeded, swept
 
 # Forward mode itself compiles decompositions with torch.jit.script.
 pytestmark = [
@@ -131,8 +131,9 @@ def counts(transform: str, unit: Unit) -> tuple[int, int]:
     return found["aten.mm"] + found["aten.bmm"], found["aten.tanh"]
 
 
-@pytest.mark.parametrize("kind", ["nothing", "matmuls", *swept(["everything"])])
-@pytest.mark.parametrize("transform", AGAIN)
+@pytest.mark.parametrize(
+    ("transform", "kind"), in_turn(AGAIN, ["nothing", "matmuls", "everything"])
+)
 def test_what_is_not_kept_is_computed_once_more(transform: str, kind: str) -> None:
     """With its tangents, and nothing else is: those of tanh are made of its values."""
     plain_products, _ = counts(transform, block)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remat import checkpoint_name, policies, remat
-from tests.support import LiveBytes, seeded
+from tests.support import LiveBytes, in_turn, seeded
 
 # Forward mode itself compiles decompositions with torch.jit.script.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -182,8 +182,7 @@ def _table() -> Iterator[None]:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("kind", HELD)
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(("kind", "transform"), in_turn(HELD, TRANSFORMS))
 def test_the_peak_is_what_the_law_says(transform: str, kind: str) -> None:
     """Held values, one region's work, the cotangents due, the results; a tenth of slack."""
     _, num_held, num_cotangents, num_weights = TRANSFORMS[transform]

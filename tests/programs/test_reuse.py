@@ -24,6 +24,7 @@ from tests.support import (
     assert_bitwise,
     assert_close,
     grads,
+    in_turn,
     is_differentiable,
     seeded,
 )
@@ -224,9 +225,10 @@ WORKS = (
 
 @pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize(
-    "policy", [policies.nothing_saveable, policies.save_matmul_outputs], ids=str
+    ("fun", "policy"),
+    in_turn(WORKS, [policies.nothing_saveable, policies.save_matmul_outputs]),
+    ids=lambda each: getattr(each, "__name__", str(each)),
 )
-@pytest.mark.parametrize("fun", WORKS)
 def test_results_and_gradients_keep_their_bits(
     fun: Callable[[Tensor], Any], policy: Any
 ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from remat import fit, plan, random, remat
 from remat.random import _native, _ops, _portable
 from remat.reporting import LiveBytes
+from tests.support import in_turn
 
 COUNT = 1 << 22
 KEY = random.key(1)
@@ -59,8 +60,7 @@ def test_without_torchs_kernels(
     assert size + extra <= 2 * size
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("count", [1000, 5000, COUNT])
+@pytest.mark.parametrize(("name", "count"), in_turn(KERNELS, [1000, 5000, COUNT]))
 def test_the_workspace_is_known_to_plans(
     name: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

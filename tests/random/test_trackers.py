@@ -37,7 +37,14 @@ from tests.random.trackers import (
     generator_state,
     new_generator,
 )
-from tests.support import FakeDevice, assert_bitwise, assert_close, pairwise, seeded
+from tests.support import (
+    FakeDevice,
+    assert_bitwise,
+    assert_close,
+    in_turn,
+    pairwise,
+    seeded,
+)
 
 pytestmark = [
     pytest.mark.contract,
@@ -190,11 +197,10 @@ def trained(fun: Any) -> list[Tensor]:
     return [*found, *states(), forked(x).detach()]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("fun", FUNS)
-def test_the_same_numbers_are_drawn(fun: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("options", "fun"), in_turn(OPTIONS, FUNS))
+def test_the_same_numbers_are_drawn(fun: Any, options: str) -> None:
     """Values, gradients and all states are bitwise plain's, however often."""
-    region = remat(fun, rng="preserve", **options)
+    region = remat(fun, rng="preserve", **OPTIONS[options])
     expected = trained(unnested if fun is nested else fun)
 
     assert_bitwise(trained(region), expected)

@@ -12,7 +12,7 @@ from torch.func import grad
 
 from remat import TraceError, remat, scan
 from tests.rerun.functions import TRANSFORMS, branches, traceable
-from tests.support import assert_bitwise, assert_close, grads, seeded
+from tests.support import assert_bitwise, assert_close, grads, in_turn, seeded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
@@ -174,12 +174,13 @@ REACHES = [*reaches(torch.ones(()), lambda fun: fun)]
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("reach", REACHES)
 @pytest.mark.parametrize(
-    ("outer", "inner"), [("rerun", "trace"), ("rerun", "rerun"), ("trace", "rerun")]
+    ("reach", "engines"),
+    in_turn(REACHES, [("rerun", "trace"), ("rerun", "rerun"), ("trace", "rerun")]),
 )
-def test_what_regions_inside_reach(outer: Any, inner: Any, reach: str) -> None:
+def test_what_regions_inside_reach(engines: tuple[Any, Any], reach: str) -> None:
     """Each run of the function around gives them its own stand-in; it raised, always."""
+    outer, inner = engines
 
     def region(x: Tensor, w: Tensor) -> Tensor:
         return remat(reaches(w, remat(engine=inner))[reach], engine=outer)(x)

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import itertools
 import weakref
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from remat._torch.tensors import same_bits
 from remat.random import key
 from remat.storage import AbstractStorage, Place, Stored
 from tests.storage.test_transfer import Fake, Side
-from tests.support import tensors_in
+from tests.support import in_turn, tensors_in
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::remat.RematWarning", "ignore:`torch.jit.script`"
@@ -223,8 +222,8 @@ COARSE = ("quantize 8", "quantize 2", "stochastic")
 SECOND_ORDER = ("double backward", "grad of grad", "jvp of grad")
 #: A storage of each kind under each transform, the others where these lead to other code.
 UNDER = [
-    *itertools.product(["sparse", "own", "streams", "cast", "quantize 8"], WAYS),
-    *itertools.product(
+    *in_turn(["sparse", "own", "streams", "cast", "quantize 8"], WAYS),
+    *in_turn(
         ["keep", "file", "chain", "quantize 2", "stochastic", "cast and file"],
         ["backward", "grad of grad", "vmap of grad"],
     ),

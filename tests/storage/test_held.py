@@ -13,7 +13,7 @@ from remat._regions.waiting import parts_of, wait
 from remat.policies import Recompute, Save, Value
 from remat.storage import AbstractStorage, Cast, Chain, Offload, Place, Stored
 from tests.storage.test_conformance import STORAGES, VALUES, numbers
-from tests.support import held_bytes
+from tests.support import held_bytes, in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore::remat.RematWarning")
 
@@ -83,8 +83,7 @@ LAYOUTS = {
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize(("layout", "name"), in_turn(LAYOUTS, EACH))
 def test_everything_states_the_bytes_that_are_measured(name: str, layout: str) -> None:
     """`saved_residuals`, a report and a plan, of a value that a policy saves."""
     x, how = LAYOUTS[layout](), EACH[name]

@@ -20,7 +20,7 @@ from remat import (
     random,
     remat,
 )
-from tests.support import assert_bitwise, assert_close, seeded, swept
+from tests.support import assert_bitwise, assert_close, in_turn, seeded, swept
 
 pytestmark = [
     pytest.mark.contract,
@@ -167,8 +167,7 @@ def with_gradients(fun: Function, x: Tensor) -> list[Tensor]:
     return [y.detach(), *found]
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "sign"), in_turn(ALL, [1, -1]))
 def test_values_and_gradients_are_those_of_plain_torch(name: str, sign: int) -> None:
     fun, x = ALL[name], sign * seeded(2, 3).abs()
     expected = with_gradients(fun, x)
@@ -200,7 +199,9 @@ def as_python(mask: Any, yes: Any, no: Any, operands: Any = ()) -> Any:
     return yes(*operands) if mask else no(*operands)
 
 
-@pytest.mark.parametrize("name", [*CONDITIONS, "cut"])
+@pytest.mark.parametrize(
+    "name", ["cut", *DAILY, *swept(name for name in CONDITIONS if name not in DAILY)]
+)
 def test_a_second_derivative_is_right_or_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
