@@ -182,6 +182,22 @@ def test_a_model_with_regions_can_be_exported(
 
 
 @pytest.mark.contract
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+@pytest.mark.parametrize("num_calls", [0, 3])
+def test_torchscript_records_the_plain_function(num_calls: int) -> None:
+    """Also of a region that is called the short way by then."""
+    region, x = remat(double_sine), seeded(3).requires_grad_()
+    for _ in range(num_calls):
+        region(x)
+
+    script: Any = torch.jit.trace(region, (x,))
+
+    assert "PythonOp" not in str(script.graph)
+    y = seeded(3, seed=1).requires_grad_()
+    assert_bitwise(grads(script, [y]), grads(double_sine, [y]))
+
+
+@pytest.mark.contract
 def test_a_module_stays_a_module() -> None:
     """Parameters, state dict, training, device moves and attributes are the module's."""
     torch.manual_seed(0)

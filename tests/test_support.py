@@ -36,4 +36,6 @@ def test_each_value_of_each_axis_has_its_turn(lengths: tuple[int, ...]) -> None:
     assert [case.values for case in found] == [*itertools.product(*axes)]
     daily = [case.values for case in found if not case.marks]
     assert len(daily) == max(lengths)
-    assert [{*column} for column in zip(*daily, strict=True)] == [{*axis} for axis in axes]
+    assert [{*column} for column in zip(*daily, strict=True)] == [
+        {*axis} for axis in axes
+    ]

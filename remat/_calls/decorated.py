@@ -77,7 +77,7 @@ class DecoratedFunction(Generic[_P, _R]):
             if _is_copy(through, args[0]):
                 return self._call((through, *args[1:]), kwargs)
         cache = self._known
-        routes = cache.routes
+        routes = cache.routes[:0] if tracer.is_in_torchscript() else cache.routes
         for route in routes:
             returned = route.run(self._fun, args, kwargs)
             if returned is not MISSED:

@@ -258,6 +258,11 @@ def proxy_is_active() -> bool:
     return is_watched() and proxy_tensor.get_proxy_mode() is not None
 
 
+#: Whether `torch.jit.trace` records; a call of torch.jit.is_tracing costs a frame more. Obsolete
+#: when torch has no TorchScript.
+is_in_torchscript: Callable[[], bool] = torch._C._is_tracing
+
+
 def is_in_compiler() -> bool:
     """Whether AOTAutograd, torch.compile's second half, runs this thread's operators.
 
