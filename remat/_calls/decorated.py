@@ -89,7 +89,7 @@ class DecoratedFunction(Generic[_P, _R]):
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Makes a call that no route recognizes: looks up its signature, or traces it."""
-        if is_inert():
+        if is_inert() or tracer.is_in_torchscript():
             return self._fun(*args, **kwargs)
         instead = stand_in()
         if instead is not None:

@@ -17,7 +17,6 @@ from typing import Any, final
 
 import torch
 
-from remat._torch import tracer
 from remat._torch.attributes import attributes_as
 
 _DISABLED = os.environ.get("REMAT_DISABLE", "0") not in ("", "0")
@@ -113,11 +112,9 @@ def first_order() -> Generator[None]:
 def is_disabled() -> bool:
     """Whether regions run as the plain function on this thread, as in `torch.export`.
 
-    An exported program is a forward, for any size that is left open; so is what
-    `torch.jit.trace` makes.
+    An exported program is a forward, for any size that is left open.
     """
-    is_off = _DISABLED or _off.depth > 0
-    return is_off or torch.compiler.is_exporting() or tracer.is_in_torchscript()
+    return _DISABLED or _off.depth > 0 or torch.compiler.is_exporting()
 
 
 def is_inert() -> bool:
