@@ -2,7 +2,8 @@
 
 A file for each project: `deepspeed`, with `configure`; `megatron`; `transformer_engine`;
 `transformers` (to be imported separately, as it needs these), by the models' own hook; `torch`.
-`_shared`: one call as a region, trackers preserved, sharding of inputs, warnings.
+`_shared`: one call as a region, the settings and warnings of all drop-ins, trackers preserved,
+sharding of inputs.
 """
 
 from remat.interop import deepspeed, megatron, torch, transformer_engine

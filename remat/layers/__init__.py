@@ -5,10 +5,11 @@ results put together. Reads `_regions`, `schedules`.
 `_scan`: its carry, `xs` and step checked, numbers as tensors; `_chain`: functions in a row;
 `_links`: one traced stage: stand-ins without data, strides, gradients pulled back and added;
 `_stack`: links in a row, mapped, and which tensors go where; `_run_stack`: shared: a stage's link
-and cost, a schedule's actions; `_executor`: carries those out; `_scheduled`: the region around;
-`_unrolled`: for torch.compile. `_tiled`: a function run tile by tile; `_tiles`: which dimensions
-are cut, the arguments as tiles; `_independence`: whether a trace mixes the axis; `_axis_rules`:
-what a value has of it, what operators do to it; `_cross_entropy`: tiles of a vocabulary's logits.
+and cost, a schedule's actions; `_executor`: carries those out; `_scheduled`: the region around,
+from its forward's sweep on; `_unrolled`: for torch.compile. `_tiled`: a function run tile by tile;
+`_tiles`: which dimensions are cut, the arguments as tiles; `_independence`: whether a trace mixes
+the axis; `_axis_rules`: what a value has of it, what operators do to it; `_cross_entropy`: tiles of
+a vocabulary's logits.
 """
 
 from remat.layers._chain import Chain, chain
