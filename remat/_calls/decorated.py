@@ -72,12 +72,14 @@ class DecoratedFunction(Generic[_P, _R]):
         """Calls the function; its backward will recompute."""
         if is_dynamo_compiling():
             return torch_compile.call(self.kind, self._fun, args, kwargs)
+        if tracer.is_in_torchscript():
+            return self._fun(*args, **kwargs)
         if self._takes_self and args:
             through = calling_module()  # of a types.MethodType in an attribute
             if _is_copy(through, args[0]):
                 return self._call((through, *args[1:]), kwargs)
         cache = self._known
-        routes = cache.routes[:0] if tracer.is_in_torchscript() else cache.routes
+        routes = cache.routes
         for route in routes:
             returned = route.run(self._fun, args, kwargs)
             if returned is not MISSED:
@@ -89,7 +91,7 @@ class DecoratedFunction(Generic[_P, _R]):
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Makes a call that no route recognizes: looks up its signature, or traces it."""
-        if is_inert() or tracer.is_in_torchscript():
+        if is_inert():
             return self._fun(*args, **kwargs)
         instead = stand_in()
         if instead is not None:

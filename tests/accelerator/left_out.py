@@ -1,12 +1,9 @@
-"""What does not run on an accelerator, and why: all of it, in one place."""
+"""What does not run on an accelerator, and why, in one place."""
 
 Reasons = dict[str, list[str]]
 
 #: A reason, and the tests that it goes for: beginnings of their names, as pytest prints them.
 ON_ANY: Reasons = {
-    "it starts processes of its own, which have no such device": [
-        "tests/storage/test_shard.py",
-    ],
     "it states what happens where a value is on the CPU already": [
         "tests/storage/test_offload.py::test_a_device_where_the_value_is_already_warns",
         "tests/storage/test_conformance.py::"
@@ -35,6 +32,15 @@ ON_ANY: Reasons = {
         "tests/laws/test_law_06_or_an_error.py::"
         "test_an_array_that_changes_is_noticed_or_an_error",
     ],
+    "autograd has a thread for the device, on which the variable is still unset": [
+        "tests/laws/test_law_07_no_stale_state.py::"
+        "test_a_context_variable_that_was_unset_cannot_be_again",
+    ],
+}
+ON_THE_STAND_IN: Reasons = {
+    "it starts processes of its own, which have no such device": [
+        "tests/storage/test_shard.py",
+    ],
     "a thread that it starts makes its tensors on the CPU: a default device is a thread's own": [
         "tests/laws/test_law_11_restores.py::test_two_threads_train_through_one_region",
         "tests/switches/test_first_order.py::test_another_thread_has_all_orders",
@@ -43,12 +49,6 @@ ON_ANY: Reasons = {
         "tests/laws/test_memory_lifetime.py::test_saved_bytes_die_with_the_outputs",
         "tests/laws/test_memory_lifetime.py::test_many_steps_hold_memory_flat",
     ],
-    "autograd has a thread for the device, on which the variable is still unset": [
-        "tests/laws/test_law_07_no_stale_state.py::"
-        "test_a_context_variable_that_was_unset_cannot_be_again",
-    ],
-}
-ON_THE_STAND_IN: Reasons = {
     "torch composes attention of other operators on a device without kernels for it": [
         "tests/laws/test_law_02_names_and_policies.py::"
         "test_names_cover_the_helpers_of_attention",

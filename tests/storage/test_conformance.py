@@ -220,7 +220,7 @@ WAYS = {
 
 COARSE = ("quantize 8", "quantize 2", "stochastic")
 SECOND_ORDER = ("double backward", "grad of grad", "jvp of grad")
-#: A storage of each kind under each transform, the others where these lead to other code.
+#: A storage of each kind and each transform in turn, the others where these lead to other code.
 UNDER = [
     *in_turn(["sparse", "own", "streams", "cast", "quantize 8"], WAYS),
     *in_turn(
