@@ -4,19 +4,12 @@ import ast
 import graphlib
 import re
 from collections.abc import Iterator
-from pathlib import Path
+
+from tests.sources import trees
 
 ROOMS: str = """_errors _torch _user_lines _switches _graph _generators random storage policies
 planners schedules _captures _tracing _partition _programs _regions _rerun _calls _api _plans
 layers modules interop reporting testing remat __main__"""
-
-ROOT = Path(__file__).parent.parent
-TREES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): (
-        ast.parse(path.read_text())
-    )
-    for path in (ROOT / "remat").rglob("*.py")
-}
 
 
 def room_of(module: str) -> int:
@@ -26,7 +19,7 @@ def room_of(module: str) -> int:
 
 def imports_of(module: str) -> Iterator[str]:
     """The dotted names that a module imports anywhere in it, functions included."""
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(trees()[module]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -37,11 +30,11 @@ def test_imports_run_one_way():
     """No module imports from a room to its right, or itself by a detour."""
     arrows = {
         module: {
-            name if name in TREES else name.rpartition(".")[0]
+            name if name in trees() else name.rpartition(".")[0]
             for name in imports_of(module)
             if f"{name}.".startswith("remat.")
         }
-        for module in TREES
+        for module in trees()
     }
     pairs = ((module, name) for module, names in arrows.items() for name in names)
 
@@ -52,21 +45,8 @@ def test_imports_run_one_way():
 def test_torch_internals_come_through_one_door():
     """What torch does not promise is reached in `_torch` alone."""
     private = re.compile(r"torch\.(?!ops\.)([^.]+\.)*(_[^_]|fx\.experimental\b)")
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         read = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
         inside = {*filter(private.match, [*read, *imports_of(module)])}
 
         assert not inside or module.startswith("remat._torch"), inside
-
-
-def test_one_module_names_cuda():
-    """Other code asks torch for the device's own module; a docstring may give an example."""
-    for module, tree in TREES.items():
-        said = ast.parse(ast.unparse(tree))  # without comments
-        for node in ast.walk(said):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                node.value.value = ""
-        # Megatron and TransformerEngine have named their trackers after it.
-        assert "cuda" not in ast.unparse(said) or module == "remat.interop._shared", (
-            module
-        )

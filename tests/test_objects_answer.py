@@ -1,34 +1,43 @@
 """Storages, policies and regions answer for themselves: nobody else asks for their class."""
 
 import ast
-import inspect
-from pathlib import Path
+import functools
 
 import pytest
 
 from remat import policies, storage
 from remat.policies import AbstractPolicy
 from remat.storage import AbstractStorage
+from tests.sources import trees
 
-PACKAGE = Path(inspect.getfile(policies)).parent.parent
-ROOMS = {"storage", "policies", "_regions"}
+ROOMS = ("remat.storage", "remat.policies", "remat._regions")
 ASKED = {"isinstance", "issubclass", "type"}
-TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 # What the rules of differentiation ask of a region.
 DERIVED = {"vjp", "jvp", "batched"}
-REGIONS = {
-    node.name
-    for tree in TREES.values()
-    for node in ast.walk(tree)
-    if isinstance(node, ast.ClassDef)
-    and {each.name for each in node.body if isinstance(each, ast.FunctionDef)} > DERIVED
-}
-CLASSES = REGIONS | {
-    name
-    for module in (storage, policies)
-    for name, value in vars(module).items()
-    if isinstance(value, type) and issubclass(value, (AbstractStorage, AbstractPolicy))
-}
+
+
+@functools.cache
+def regions() -> frozenset[str]:
+    """The names of the classes of regions."""
+    return frozenset(
+        node.name
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and {e.name for e in node.body if isinstance(e, ast.FunctionDef)} > DERIVED
+    )
+
+
+@functools.cache
+def classes() -> frozenset[str]:
+    """The names of the classes that nobody may ask for."""
+    return regions() | {
+        name
+        for module in (storage, policies)
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, (AbstractStorage, AbstractPolicy))
+    }
 
 
 def names_in(node: ast.AST) -> set[str]:
@@ -48,24 +57,25 @@ def questions_in(tree: ast.Module) -> list[str]:
     return [
         ast.unparse(node)
         for node in found
-        if (isinstance(node, ast.MatchClass) and names_in(node.cls) & CLASSES)
-        or (names_in(node) & ASKED and names_in(node) & CLASSES)
+        if (isinstance(node, ast.MatchClass) and names_in(node.cls) & classes())
+        or (names_in(node) & ASKED and names_in(node) & classes())
     ]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in TREES if path.relative_to(PACKAGE).parts[0] not in ROOMS],
-    ids=lambda path: str(path.relative_to(PACKAGE)),
-)
-def test_no_class_is_asked_outside_its_room(path: Path) -> None:
+def test_no_class_is_asked_outside_its_room() -> None:
     """A storage or a policy of a user's is treated as ours: it is asked, not its class."""
-    assert questions_in(TREES[path]) == []
+    asked = {
+        name: found
+        for name, tree in trees().items()
+        if not name.startswith(ROOMS) and (found := questions_in(tree))
+    }
+
+    assert not asked
 
 
 def test_the_regions_are_known() -> None:
     """The traced one, the one that runs again, and the two of a scheduled stack."""
-    assert {"Region", "TracedRegion", "Rerun", "Swept", "Pulled"} == REGIONS
+    assert {"Region", "TracedRegion", "Rerun", "Swept", "Pulled"} == regions()
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ class Function:
             cotangents,
             backward_numerics=backward_numerics,
             gradients=gradients,
+            is_program=self.is_program,
         )
         with (
             tracer.one_trace_at_a_time(),

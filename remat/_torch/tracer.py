@@ -204,6 +204,9 @@ def value_of(tensor: Tensor) -> Tensor:
     return _torch._from_functional_tensor(tensor)
 
 
+_DEVICE: Any = _torch.ops.prim.device.default
+
+
 class ShapesAside(DispatchMode):
     """Hides from a trace the operators that torch runs on "meta" to find out shapes.
 
@@ -215,6 +218,8 @@ class ShapesAside(DispatchMode):
     """
 
     def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
+        if op is _DEVICE:  # a fake tensor's; autograd asks for it often
+            return args[0].device
         tensors = tensor_leaves(args)
         # Torch's own, and not fake ones.
         if tensors and all(type(each) is Tensor and each.is_meta for each in tensors):

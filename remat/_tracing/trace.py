@@ -63,6 +63,8 @@ class Request:
     #: Whether cotangents of no other layout than the outputs' are to be expected.
     like_outputs: bool = False
     gradients: bool = True  # whether to trace a backward at all
+    #: Whether the function runs a program, which leaves no tensor anywhere.
+    is_program: bool = False
     sizes: OpenSizes | None = None  # the symbols in what goes in, where some are open
 
 
@@ -283,7 +285,8 @@ def _note_forward(graph: fx.Graph) -> None:
 def _record_run(run: _Run) -> fx.GraphModule:
     running = run.running
     operands = [fake_of(meta) for meta in run.request.operands]
-    running.fakes.extend(weakref.ref(fake) for fake in operands)
+    if not run.request.is_program:
+        running.fakes.extend(map(weakref.ref, operands))
     try:
         module = tracer.make_fx(run, operands, collectives.functional_twins())
         run.cut = importing.cut_outputs(module.graph)

@@ -1,5 +1,6 @@
 """What a trace, whether or not it succeeds, leaves in a library's own objects: nothing."""
 
+import gc
 import importlib
 import sys
 import textwrap
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from remat import SideEffectError, TraceError, remat
@@ -112,3 +114,28 @@ def test_a_trace_that_fails_later_leaves_nothing(library: Any, name: str) -> Non
         remat(lambda x: fun(x) * float(x.sum()))(x.requires_grad_())
 
     assert_bitwise(fun(x), (x * torch.arange(4.0)).sin())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_program_is_not_searched_for() -> None:
+    """Its trace may fail, where an operand has no derivative: it has left nothing anywhere."""
+    searches: list[str] = []
+
+    def count(phase: str, info: dict[str, Any]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            searches.append(phase)
+
+    @remat
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return F.layer_norm(x, (4,), weight).sin()
+
+    given = seeded(3, 4), seeded(4)
+    gc.disable()
+    gc.callbacks.append(count)
+    try:
+        torch.func.jvp(torch.func.grad(lambda *x: norm(*x).sum()), given, given)
+    finally:
+        gc.callbacks.remove(count)
+        gc.enable()
+
+    assert not searches
