@@ -272,7 +272,7 @@ def test_disabled_runs_the_function_as_it_is() -> None:
 RUNS_BY_VALUE = {"1": 2, "0": 1, "": 1}
 #: Imports torch once, and then the package in a process for each value of the variable.
 BY_VALUE = f"""
-import os, torch
+import os, sys, torch._dynamo
 for value in {[*RUNS_BY_VALUE]!r}:
     print(f"value {{value}}", flush=True)
     process = os.fork()
@@ -285,6 +285,7 @@ for value in {[*RUNS_BY_VALUE]!r}:
             return torch.sin(torch.sin(x))
         for _ in range(2):
             f(torch.ones(2, requires_grad=True)).backward(torch.ones(2))
+        print("scipy.optimize" in sys.modules, flush=True)
         os._exit(0)
     assert os.waitpid(process, 0)[1] == 0
 """
@@ -310,6 +311,13 @@ def test_the_environment_variable_disables(
 ) -> None:
     """`REMAT_DISABLE=1` does the same for a whole process."""
     assert printed_by_value[value].count("runs") == runs
+
+
+def test_a_region_does_without_what_planners_need(
+    printed_by_value: dict[str, str],
+) -> None:
+    """To load it takes longer than the rest of the package."""
+    assert printed_by_value["0"].endswith("False\n")
 
 
 def test_checkpoint_name_is_identity_on_pytrees() -> None:

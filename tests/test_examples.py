@@ -124,7 +124,7 @@ runpy.run_path({str(program)!r}, run_name="__main__")
 #: Imports what takes long once for all ranks, splits into them, and fails as one of them does.
 RANKS = """
 import os, runpy, sys
-import remat
+import remat, torch._dynamo, torch.distributed.fsdp
 ranks = []
 for rank in map(str, range(int(os.environ["WORLD_SIZE"]))):
     ranks.append(os.fork())

@@ -31,7 +31,7 @@ from remat.planners._problem import (
     Tally,
     require_feasible,
 )
-from remat.planners._scipy import sparse
+from remat.planners._scipy import scipy
 
 _MOST_CUTS = 64
 _AROUND = 4  # states from which the budget is filled, on each side
@@ -180,8 +180,8 @@ def _components(edges: Sequence[tuple[int, int]], num_nodes: int) -> list[int]:
     """For each node the number of the connected part that it is in."""
     heads, tails = np.array(edges, dtype=np.int64).reshape(-1, 2).T
     ones: Any = np.ones(len(edges), dtype=np.int8)
-    graph = sparse.coo_array((ones, (heads, tails)), shape=(num_nodes, num_nodes))
-    return sparse.csgraph.connected_components(graph, directed=False)[1].tolist()
+    graph = scipy.sparse.coo_array((ones, (heads, tails)), shape=(num_nodes, num_nodes))
+    return scipy.sparse.csgraph.connected_components(graph, directed=False)[1].tolist()
 
 
 def _branched(

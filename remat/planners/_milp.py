@@ -17,7 +17,7 @@ import numpy as np
 
 from remat.planners._cut import solve_cut
 from remat.planners._problem import Outcome, Problem, Solution
-from remat.planners._scipy import optimize, sparse
+from remat.planners._scipy import scipy
 
 _TRIES = 4
 
@@ -106,10 +106,10 @@ class _IntegerProgram:
         ]
         numbers, columns, weights = zip(*entries, strict=True)
         width = len(self._options) + len(self.problem.steps)
-        matrix: Any = sparse.csr_array(
+        matrix: Any = scipy.sparse.csr_array(
             (weights, (numbers, columns)), shape=(len(rows), width)
         )
-        return optimize.LinearConstraint(matrix, lb=[least for _, least in rows])
+        return scipy.optimize.LinearConstraint(matrix, lb=[least for _, least in rows])
 
     def _covered(self, place: int) -> dict[int, float]:
         """The variables of which one must be 1 for a value to be available."""
@@ -126,13 +126,13 @@ class _IntegerProgram:
         size_unit = max(1.0, max((each.size_bytes for each in taken), default=1) / 1e6)
         sizes = np.zeros(len(costs))
         sizes[:count] = [each.size_bytes / size_unit for each in taken]
-        result: Any = optimize.milp(
+        result: Any = scipy.optimize.milp(
             np.array(costs) / unit,
             integrality=[1] * count + [0] * len(problem.steps),
-            bounds=optimize.Bounds(0, 1),
+            bounds=scipy.optimize.Bounds(0, 1),
             constraints=[
                 self._needs,
-                optimize.LinearConstraint(sizes[None, :], ub=[free / size_unit]),
+                scipy.optimize.LinearConstraint(sizes[None, :], ub=[free / size_unit]),
             ],
             options={"mip_rel_gap": 0.0, "time_limit": time_limit_s},
         )

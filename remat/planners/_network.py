@@ -22,7 +22,7 @@ from typing import Any, final
 import numpy as np
 
 from remat.planners._problem import Choice, Problem, Tally, cheapest
-from remat.planners._scipy import sparse
+from remat.planners._scipy import scipy
 
 # scipy counts in 32 bits: all costs together are scaled to fit.
 _MOST = 2**30
@@ -115,11 +115,11 @@ def _minimum_cuts(
 ) -> tuple[int, Any, Any]:
     """The flow, and the source sides of the smallest and the largest minimum cut."""
     table = np.array(edges, dtype=np.int64).reshape(-1, 3)
-    network: Any = sparse.csr_array(
+    network: Any = scipy.sparse.csr_array(
         (table[:, 2].astype(np.int32), (table[:, 0], table[:, 1])),
         shape=(num_nodes, num_nodes),
     )
-    result: Any = sparse.csgraph.maximum_flow(network, _SOURCE, _SINK)
+    result: Any = scipy.sparse.csgraph.maximum_flow(network, _SOURCE, _SINK)
     left: Any = network.astype(np.int64) - result.flow.astype(np.int64)
     left.eliminate_zeros()
     first = _reachable(left, _SOURCE, num_nodes)
@@ -128,7 +128,7 @@ def _minimum_cuts(
 
 
 def _reachable(network: Any, start: int, num_nodes: int) -> Any:
-    order: Any = sparse.csgraph.breadth_first_order(
+    order: Any = scipy.sparse.csgraph.breadth_first_order(
         network, start, return_predecessors=False
     )
     found = np.zeros(num_nodes, dtype=bool)

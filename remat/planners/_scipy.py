@@ -1,9 +1,7 @@
-"""The modules of scipy that planners use, which have no type annotations."""
+"""scipy, which has no type annotations. Each of its parts is loaded when a planner needs it."""
 
 from typing import Any
 
-import scipy.optimize  # pyright: ignore[reportMissingTypeStubs]
-import scipy.sparse  # pyright: ignore[reportMissingTypeStubs]
+import scipy as _scipy  # pyright: ignore[reportMissingTypeStubs]
 
-optimize: Any = scipy.optimize
-sparse: Any = scipy.sparse
+scipy: Any = _scipy

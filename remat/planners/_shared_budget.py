@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 
 from remat._errors import BudgetError, refusal
-from remat.planners._scipy import optimize
+from remat.planners._scipy import scipy
 
 _LIMIT_REACHED = 1  # `status` of scipy's `milp`: as often as it may, HiGHS has branched
 _TRIES = 8  # a heuristic: the last one tightens a limit by ten of its units
@@ -89,20 +89,20 @@ class MultipleChoice:
             costs = np.append(np.zeros(len(self.kinds)), 1.0)
         of_kind = np.arange(len(self.counts))[:, None] == self.kinds
         most = self.counts[self.kinds]
-        result: Any = optimize.milp(
+        result: Any = scipy.optimize.milp(
             costs,
             integrality=np.append(np.ones(len(most)), 0),
-            bounds=optimize.Bounds(
+            bounds=scipy.optimize.Bounds(
                 np.append(np.zeros(len(most)), -most_excess),
                 np.append(most, most_excess),
             ),
             constraints=[
-                optimize.LinearConstraint(
+                scipy.optimize.LinearConstraint(
                     np.column_stack([of_kind, np.zeros(len(self.counts))]),
                     self.counts,
                     self.counts,
                 ),
-                optimize.LinearConstraint(
+                scipy.optimize.LinearConstraint(
                     np.column_stack([self.loads / unit[:, None], excess]),
                     ub=limits / unit,
                 ),

@@ -259,14 +259,6 @@ def test_keys_made_in_a_graph(seed: int) -> None:
     assert torch.equal(run(seeded(1))[0], random.key(seed))
 
 
-def test_inductor_takes_keys_made_in_a_graph() -> None:
-    """It has no constants of a key's dtype."""
-    torch._dynamo.reset()
-    run: Any = torch.compile(lambda x: random.key(-1) if x.dim() else x, fullgraph=True)
-
-    assert torch.equal(run(seeded(1)), random.key(-1))
-
-
 def test_a_policy_sees_the_lines_of_the_user() -> None:
     """A graph has them where no frame does: a policy may decide by them."""
     torch._dynamo.reset()

@@ -28,13 +28,20 @@ DAILY: World = (
     2,
     (
         data_parallel_checks,
-        sharded_around_checks,
         tensor_parallel_checks,
     ),
 )
 #: They compose what the first world checks.
 SWEPT: tuple[World, ...] = (
-    (2, (pipeline_checks, expert_checks, context_parallel_checks)),
+    (
+        2,
+        (
+            sharded_around_checks,
+            pipeline_checks,
+            expert_checks,
+            context_parallel_checks,
+        ),
+    ),
     (4, (two_dimensional_checks, context_parallel_checks)),
 )
 

@@ -253,3 +253,11 @@ def test_the_contract_of_a_block_with_a_backend() -> None:
     params, x = arguments()
 
     assert_equivalent(mlp, compiled(mlp))(params, x)
+
+
+def test_keys_made_in_a_graph() -> None:
+    """Inductor has no constants of a key's dtype."""
+    torch._dynamo.reset()
+    run: Any = torch.compile(lambda x: random.key(-1) if x.dim() else x, fullgraph=True)
+
+    assert torch.equal(run(seeded(1)), random.key(-1))
