@@ -77,6 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
         accelerator.load()
     if device != "cpu":
         torch.set_default_device(torch.device(device, 0))
+        # torch's own formulas do, in forward mode, and it warns once in a process.
+        config.addinivalue_line("filterwarnings", "ignore:Accessing the data pointer")
         _add_up_in_one_order(config)
 
 

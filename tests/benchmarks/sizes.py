@@ -1,21 +1,27 @@
-"""What a trace with open sizes costs: `python -m tests.benchmarks sizes`.
+"""What many sizes cost, and a trace with open ones: `python -m tests.benchmarks sizes`.
 
 One transformer block in a sweep of lengths, forward and backward. In CPU seconds of this
-process, which other work on the machine moves less than the clock.
+process, which other work on the machine moves less than the clock. Then further traces beside
+those of torch's `make_fx`, by the clock and in turn, and what a run of many lengths holds.
 """
 
+import gc
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 
+import psutil
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import remat
 from tests.benchmarks.work import block, block_parameters
 
 WIDTH, BATCH = 64, 2
 LENGTHS = range(16, 36)
+MANY = range(16, 316)
 
 
 def sweep(call: Callable[[Tensor], Tensor]) -> list[float]:
@@ -52,3 +58,43 @@ def main(threads: int) -> None:
         )
         listed = " | ".join(f"{1000 * each:.1f}" for each in columns)
         print(f"| {title} | {region.cache_info().misses} | {listed} |")
+    print(f"\nA further trace: {further_traces():.2f} of the time of make_fx.")
+    print("\n| lengths | objects | MiB of the process | warnings |\n|---|---|---|---|")
+    many_lengths()
+
+
+def _joint(params: dict[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
+    """The block's output and gradients, for a cotangent of ones."""
+    y = block(params, x)
+    gradients = torch.autograd.grad(y, [*params.values(), x], torch.ones_like(y))
+    return (y, *gradients)
+
+
+def further_traces() -> float:
+    """The median time of traces for further lengths, beside that of make_fx for these."""
+    params, region = block_parameters(WIDTH), remat(block)
+    ours: list[float] = []
+    torchs: list[float] = []
+    for length in LENGTHS:
+        x = torch.randn(BATCH, length, WIDTH, requires_grad=True)
+        region(params, x).sum().backward()
+        ours.append(region.cache_info().trace_s[-1])
+        started = time.perf_counter()
+        make_fx(_joint, tracing_mode="fake")(params, x)
+        torchs.append(time.perf_counter() - started)
+    return statistics.median(ours[2:]) / statistics.median(torchs[2:])
+
+
+def many_lengths() -> None:
+    """Prints what is alive after every fifty of them."""
+    params, region = block_parameters(WIDTH), remat(block)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for count, length in enumerate(MANY, start=1):
+            x = torch.randn(BATCH, length, WIDTH, requires_grad=True)
+            region(params, x).sum().backward()
+            if count % 50 == 0:
+                gc.collect()
+                held = psutil.Process().memory_info().rss / 2**20
+                row = count, len(gc.get_objects()), f"{held:.0f}", len(told)
+                print("|", " | ".join(map(str, row)), "|", flush=True)

@@ -76,6 +76,8 @@ TRANSFORMS = {
 }
 #: Whatever breaks in these breaks in `vmap_jvp_grad`, which is tried on all of these functions.
 PARTS = {"jvp", "jvp_grad"}
+#: Second derivatives of all functions are taken in `test_law_01_higher_order.py` each time.
+REPEATED = {*PARTS, "grad_grad"}
 #: On these the parts are tried too, to say where it broke, and so are the others each time.
 CORE = {"mlp", "attention_math", "group_norm", "lstm_cell_in_place", "conv_net"}
 CASES = [
@@ -89,7 +91,7 @@ CASES = [
 
 def is_daily(name, transform):
     """Whether a case is tried each time: `vmap_grad` of all, and what the core is there for."""
-    return transform == "vmap_grad" or (name in CORE and transform not in PARTS)
+    return transform == "vmap_grad" or (name in CORE and transform not in REPEATED)
 
 
 @pytest.mark.parametrize(

@@ -182,11 +182,7 @@ def of_kinds(run: Callable[[], Any]) -> Counter[str]:
 
 NESTED = ("grad(grad)", "jvp(grad)", "grad(vmap(grad))", "grad(grad(grad))")
 CASES = [(name, nest) for name in FUNCTIONS for nest in NESTED]
-DAILY = [
-    case
-    for case in CASES
-    if case[1] == "grad(grad)" or case[0] in ("gated", "whole numbers")
-]
+DAILY = [case for case in CASES if case[1] == "grad(grad)" or case[0] == "gated"]
 
 
 @pytest.mark.parametrize(
