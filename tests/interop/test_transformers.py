@@ -295,9 +295,12 @@ def test_attention_that_is_written_out_is_not_known_as_attention():
 
 #: Either attention, of which one with a mask that hides places; the rest is for the sweep.
 PLANNED = [("gpt2", "padded", "sdpa"), ("bert", "ones", "eager")]
-MASKED = itertools.product(
-    ["llama", "gpt2", "bert"], ["none", "ones", "padded"], ["sdpa", "eager"]
-)
+UNMASKED = ("vit", "whisper")
+MASKED = [
+    case
+    for case in itertools.product(MODELS, ["none", "ones", "padded"], ["sdpa", "eager"])
+    if case[1] == "none" or case[0] not in UNMASKED
+]
 
 
 @pytest.mark.parametrize(
@@ -311,13 +314,13 @@ def test_a_plan_is_of_the_program_that_runs(case):
     plain, model = a_model(MODELS[name]), a_model(MODELS[name])
     batch = a_batch(model)
     if mask == "none":
-        del batch["attention_mask"]
+        batch.pop("attention_mask", None)
     elif mask == "padded":
         batch["attention_mask"][0, -2:] = 0
     for each in (plain, model):
         each.set_attn_implementation(attention)
 
-    found = modules.plan(model, budget=0.5)(**batch)
+    found = modules.plan(model, budget=0.75)(**batch)
 
     assert found.saved_bytes <= found.budget_bytes
     losses = []
@@ -326,8 +329,8 @@ def test_a_plan_is_of_the_program_that_runs(case):
         losses.append(each(**batch).loss)
         losses[-1].backward()
     assert_bitwise(losses[1], losses[0])
-    grads = ([p.grad for p in each.parameters()] for each in (plain, model))
-    assert_bitwise(*grads)
+    assert_equal = assert_close if name in ROUNDED else assert_bitwise
+    assert_equal(*([p.grad for p in each.parameters()] for each in (plain, model)))
 
 
 def test_held_bytes():
