@@ -65,8 +65,14 @@ def stand_ins(metas: Sequence[TensorMeta]) -> list[Tensor]:
     if any(meta.placement is not None for meta in metas):
         with on_fakes(metas) as fakes:
             return fakes
-    pairs = zip(metas, _stage_stand_ins(tuple(metas)), strict=True)
-    return [meta.cast_alike(each) for meta, each in pairs]
+    found = _stage_stand_ins(tuple(metas))
+    if not any(meta.is_cast_each_time for meta in metas):
+        return [*found]
+    with (
+        isolation.isolated()
+    ):  # a trace around would take them for tensors of the user's
+        pairs = zip(metas, found, strict=True)
+        return [meta.cast_alike(each) for meta, each in pairs]
 
 
 # Entering a mode and making a tensor without data takes longer than a small stage.

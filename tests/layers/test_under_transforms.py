@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from remat import chain, remat
+from remat import chain, remat, scan
 from remat.schedules import AbstractSchedule, Every, Revolve
 from tests.layers.stacks import (
     SCHEDULES,
@@ -203,3 +203,28 @@ def test_chain_equals_composition(schedule: AbstractSchedule | None):
     ):
         assert_close(transform(loss(run))(x), transform(loss(plain))(x))
     assert_bitwise(grads(run, (x,)), grads(plain, (x,)))
+
+
+@pytest.mark.parametrize("schedule", [None, Every(2)])
+def test_a_region_around_traces_under_autocast(
+    schedule: AbstractSchedule | None,
+) -> None:
+    """Autocast casts the carry anew at each step, one that is made inside too."""
+    weight, xs = (seeded(*shape, dtype=torch.float32) for shape in ((4, 4), (5, 3, 4)))
+    weight.requires_grad_()
+
+    def through(repeat: Any, **options: Any) -> Any:
+        def run(weight: Tensor, xs: Tensor) -> Any:
+            def step(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+                carry = torch.tanh(carry @ weight + x)
+                return carry, carry @ weight
+
+            return repeat(step, torch.zeros(3, 4), xs, **options)
+
+        return run
+
+    region: Any = remat(through(scan, schedule=schedule))
+    with torch.autocast(weight.device.type, torch.bfloat16):
+        found, expected = region(weight, xs), through(loop)(weight, xs)
+
+    assert_bitwise(found, expected)
