@@ -91,6 +91,9 @@ def peak_of_run(
             live += sum(_size(graph, each) for each in new)
             uses.update(made)
             inside = operators.workspace_bytes(value.op, value.args, value.meta)
+            if value.is_redraw and value.state is not None:
+                # The generator's own, and what is there when it is put back.
+                inside += 2 * _size(graph, (value.state.index, 0))
             peak = max(peak, live + inside)
         for freed in last.get(index, ()):
             for each in _storages(graph, owners, freed):

@@ -181,7 +181,7 @@ class Shares:
         if loads.peak(found) > limit:
             return Search(found, False)
         peak, cost = loads.peak(found), sum(each.recompute_cost for each in found)
-        cheaper = taken(limit, (1 - _APART) * cost, soft=2)
+        cheaper = taken(limit, (1 - _APART) * cost, soft=2) if cost else None
         dearer = taken((1 - _APART) * peak) or taken(limit, soft=2)
         if dearer is not None and loads.peak(dearer) >= peak:
             dearer = None

@@ -248,7 +248,8 @@ class _Writer:
         if not value.is_redraw:
             begin = f"stream_enter({value.stream!r}, {device})"
             end = f"stream_leave({value.stream!r}, found, {device})"
-        return [f"found = {begin}", "try:", f"    {call}", "finally:", f"    {end}"]
+        after = [f"    {end}", "    del found"]
+        return [f"found = {begin}", "try:", f"    {call}", "finally:", *after]
 
     def _call(self, index: int, value: Value) -> str:
         if value.op is operator.getitem:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from remat import BudgetError, TraceError, layers, modules, plan, remat
 from tests.random.trackers import generator_state
-from tests.support import LiveBytes
+from tests.support import LiveBytes, seeded
 
 pytestmark = pytest.mark.contract
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -135,6 +136,47 @@ def test_a_step_keeps_to_its_limit() -> None:
     assert found.timeline is not None
     assert found.timeline.peak.size_bytes == found.predicted_peak_bytes
     assert found.timeline.peak.state >= 2 * found.timeline.peak.parameters
+
+
+def squares(y: Tensor) -> Tensor:
+    return y.square().sum()
+
+
+def test_states_of_generators_are_in_the_limit() -> None:
+    """While a draw is repeated, two more are there than the one that it starts from."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.5), nn.Tanh())
+            for _ in range(4)
+        )
+    )
+    x = seeded(8, 16, dtype=torch.float32)
+    step = modules.Step(squares)
+    with pytest.raises(BudgetError) as raised:
+        modules.plan(model, peak="1B", step=step)(x)
+    (least,) = re.findall(r"Pass peak=(\d+)", str(raised.value))
+    modules.plan(model, peak=int(least), step=step)(x)
+
+    def run() -> None:
+        squares(model(x)).backward()
+        model.zero_grad()
+
+    run()
+    with LiveBytes() as memory:
+        run()
+
+    resident = sum(each.nbytes for each in [*model.parameters(), x])
+    assert memory.peak + resident == int(least)
+
+
+def test_a_plan_that_recomputes_nothing_has_none_that_is_cheaper() -> None:
+    """It would be the plan itself."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in "ab"))
+    found = modules.plan(model, peak="1GB")(seeded(3, 4, dtype=torch.float32))
+
+    assert {row.plan.recompute_cost for row in found.rows} == {0}
+    assert "cheaper" not in str(found)
 
 
 def test_where_nothing_fits_the_best_change_is_named() -> None:
