@@ -1,7 +1,8 @@
 """Activation recomputation for pure functions, under every torch.func transform.
 
 `_api`: the decorator; `_errors`: errors, the warning, a message of four parts; `_user_lines`: the
-"file.py:line" of the user's code behind a value, warning or error; `__main__`: the command line.
+"file.py:line" of the user's code behind a value, warning or error; `_version`: the version;
+`__main__`: the command line.
 """
 
 from remat import interop, modules, policies, random, schedules, storage
@@ -31,6 +32,7 @@ from remat._plans.fit import Fit, fit
 from remat._plans.plan import Plan, plan
 from remat._switches.blocks import disabled, first_order
 from remat._tracing.naming import checkpoint_name
+from remat._version import __version__
 from remat.layers import chain, scan
 from remat.reporting import (
     Checklist,
@@ -68,6 +70,7 @@ __all__ = [
     "StaticArgumentError",
     "TileError",
     "TraceError",
+    "__version__",
     "chain",
     "checklist",
     "checkpoint_name",

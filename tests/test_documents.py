@@ -72,14 +72,14 @@ def test_readme_says_how_to_run_the_demo():
 
 
 def test_the_version_is_told_once_for_all():
-    """Its release notes exist; CITATION.cff and the site name it too."""
+    """Its release notes exist; the package, CITATION.cff and the site name it too."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     notes = re.findall(
         r"^## (\S+) \(.+\)$", (ROOT / "docs/CHANGELOG.md").read_text(), re.M
     )
     site = re.findall(r'^version = "(.*)"$', (ROOT / "docs/conf.py").read_text(), re.M)
 
-    assert notes[0] == version
+    assert notes[0] == version == remat.__version__
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert version.startswith(f"{site[0]}.")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tests.sources import trees
 
-ROOMS: str = """_errors _torch _user_lines _switches _graph _generators random storage policies
+ROOMS: str = """_version _errors _torch _user_lines _switches _graph _generators random storage policies
 planners schedules _captures _tracing _partition _programs _regions _rerun _calls _api _plans
 layers modules interop reporting testing remat __main__"""
 

@@ -5,7 +5,6 @@ with the keyboard. Without scripts they are plain tables. The bytes over the ste
 SVG, of which `page.html` has the colors and patterns.
 """
 
-import contextlib
 import math
 import platform
 import shlex
@@ -13,12 +12,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from string import Template
 
 import torch
 
+from remat._version import __version__
 from remat.policies._sizes import show_size, unit_of
 from remat.reporting._records import (
     Facts,
@@ -70,12 +69,9 @@ def html_report(facts: Facts) -> str:
 
 def _how_it_was_made(facts: Facts) -> str:
     """When, by which versions, on which device and by which command."""
-    own = "remat"
-    with contextlib.suppress(PackageNotFoundError):
-        own = f"remat {version(own)}"
     parts = (
         f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
-        f"{own}, torch {torch.__version__}, Python {platform.python_version()}",
+        f"remat {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         f"on {facts.device} ({platform.machine()})",
         shlex.join(["python", *sys.orig_argv[1:]]),
     )
