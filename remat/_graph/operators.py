@@ -38,7 +38,7 @@ _SILENT = {"dropout_p": 0.0, "train": False, "training": False}
 WORKSPACES: dict[Any, Callable[[Sequence[Any], Any], int]] = {}
 
 
-class Step(Protocol):
+class ValueLike(Protocol):
     """The attributes of a graph's value that this module reads."""
 
     @property
@@ -76,7 +76,7 @@ def is_check(op: Any) -> bool:
     return isinstance(op, schemas.OpOverload) and not schemas.schema_of(op).returns
 
 
-def viewed(value: Step) -> int | None:
+def viewed(value: ValueLike) -> int | None:
     """The index of the value whose storage this one shares, None if it has its own."""
     op = value.op
     if not isinstance(op, schemas.OpOverload) or not value.args:
@@ -105,7 +105,7 @@ def may_draw(op: Any) -> bool:
     return is_op and torch.Tag.nondeterministic_seeded in op.tags
 
 
-def draws(value: Step) -> bool:
+def draws(value: ValueLike) -> bool:
     """Whether an operator takes numbers from a generator when it is called so."""
     op: Any = value.op
     if not may_draw(op):
@@ -131,7 +131,7 @@ IN_PLACE_OF: dict[Any, Any] = {
 PURE_OF = {in_place: pure for pure, in_place in IN_PLACE_OF.items()}
 
 
-def draws_from(value: Step) -> torch.Generator | None:
+def draws_from(value: ValueLike) -> torch.Generator | None:
     """The generator that an operator is told to draw from, None for the default one."""
     given = (*value.args, *(each for _, each in value.kwargs))
     return next((each for each in given if isinstance(each, torch.Generator)), None)
@@ -163,7 +163,7 @@ def workspace_bytes(op: Any, args: Sequence[Any], result: Any) -> int:
     return WORKSPACES[op](args, result) if is_known else 0
 
 
-def maker(value: Step, values: Sequence[Step]) -> Any:
+def maker(value: ValueLike, values: Sequence[ValueLike]) -> Any:
     """The operator behind a value: past getitem and matmul's last view."""
     while value.op is operator.getitem or value.op in _HIDDEN_VIEWS:
         index: int = value.args[0].index
@@ -171,6 +171,6 @@ def maker(value: Step, values: Sequence[Step]) -> Any:
     return value.op
 
 
-def made_by(value: Step, values: Sequence[Step]) -> str:
+def made_by(value: ValueLike, values: Sequence[ValueLike]) -> str:
     """The name of the operator behind a value."""
     return short_name(maker(value, values))

@@ -92,7 +92,7 @@ def _warn_of_new_plan(analysis: Analysis, plan: Planned) -> None:
     warn_once(
         ("another program", plan.fingerprint, plan.inputs),
         where=f"a block with a plan for {show_size(plan.budget_bytes)}",
-        what=f"is another program than was planned: it {how}; it is planned again. Others "
+        what=f"has another program than was planned: it {how}; it is planned again. Others "
         "will be, too, without a word.",
         why="A plan says for each value of one program whether it is saved. Other shapes, "
         "dtypes or strides, masks, train() instead of eval(), and switches such as autocast "

@@ -358,10 +358,11 @@ def require_no_transform() -> None:
     if levels.current_interpreter() is not None:
         raise refusal(
             TraceError,
-            where="a region of a step that is planned",
-            what="is called under a transform of torch.func.",
+            where="fit, or modules.plan(step=...)",
+            what="a region of the step is called under a transform of torch.func.",
             why="A step is planned as its loss, which autograd differentiates.",
-            do="Pass the function that gives the loss, without torch.func.grad around it.",
+            do="Pass the function that gives the loss, without torch.func.grad around it. A "
+            "loss of gradients cannot be planned: give its regions policies.budget(size).",
         )
 
 

@@ -8,5 +8,6 @@ as pure operators, or on copies; `aliases`: which returned tensors are outputs, 
 again; `collectives`: as pure operators; `engines`: of DDP and others; `indexing`: tensors as
 indices or masks; `naming`: `checkpoint_name`; `open_sizes`: templates for every size, and symbols
 in user code; `taken_functions`: those of `torch.cond` and its like; `refusals`: errors;
-`side_effects`: what a trace leaves behind, in objects of others too.
+`side_effects`: what a trace leaves behind, in objects of others too; `arguments`: their names in
+messages, and that they stay as they are.
 """

@@ -342,7 +342,8 @@ def of_values(error: Exception, where: str = "") -> TraceError:
         instead = "validate_args=False for the distribution"
     elif lacking == "shape":
         instead = (
-            "torch.where, x.masked_fill or torch.nonzero_static, which fix the shape"
+            "torch.where(mask, a, b), x.masked_fill or torch.nonzero_static, which fix "
+            "the shape"
         )
     else:
         instead = "torch.where"

@@ -113,7 +113,7 @@ class Operand:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Step:
+class AxisStep:
     """One operator: its arguments by name, and what the tensors among them have."""
 
     value: Value
@@ -158,7 +158,7 @@ class Step:
 
 
 #: Rules return None where each place of the axis is kept in a dimension of its own.
-Rule: TypeAlias = Callable[[Step], Along | Total | None]
+Rule: TypeAlias = Callable[[AxisStep], Along | Total | None]
 
 _POINTWISE = (
     "clone",
@@ -172,7 +172,7 @@ _POINTWISE = (
 _PARTS = frozenset(["select", "slice", "diagonal", "as_strided", "unfold", "split"])
 
 
-def require_sizes(step: Step) -> None:
+def require_sizes(step: AxisStep) -> None:
     """Refuses a step that makes other numbers of a dimension that is as long as a tile.
 
     Such a dimension is shorter than in the whole. What keeps each element in its place may
@@ -197,7 +197,7 @@ def require_sizes(step: Step) -> None:
             )
 
 
-def rule_of(step: Step) -> Rule | None:
+def rule_of(step: AxisStep) -> Rule | None:
     """The rule of an operator; None where nothing is known of it."""
     if any(isinstance(each.state, Total) for each in step.operands):
         return _linear
@@ -206,7 +206,7 @@ def rule_of(step: Step) -> Rule | None:
     return _kept if step.is_view or step.is_pointwise else None
 
 
-def place_of(step: Step, result: Operand) -> Along | None:
+def place_of(step: AxisStep, result: Operand) -> Along | None:
     """Where the axis is in a result, if this has each place of the axis once."""
     (inner, lengths), *others = {
         (state.inner, each.lengths(state.dim)) for state, each in step.along
@@ -216,13 +216,13 @@ def place_of(step: Step, result: Operand) -> Along | None:
     return Along(dims[0], inner) if is_there and not others else None
 
 
-def _kept(step: Step) -> None:
+def _kept(step: AxisStep) -> None:
     """Moves elements, or computes each of what stands at its own place."""
     if step.name in ("diagonal", "as_strided"):
         raise MixesError("it takes a part of the axis.")
 
 
-def _linear(step: Step) -> Total:
+def _linear(step: AxisStep) -> Total:
     """What is made of a sum or a mean over the axis: where that is linear, one again."""
     totals = [each for each in step.operands if not each.is_alike]
     kinds = [each.state for each in totals]
@@ -244,7 +244,7 @@ def _linear(step: Step) -> Total:
 _KEEP_TOTALS = frozenset(["mul", "neg", "clone", "_to_copy", "sum", "mean"])
 
 
-def _reshape(step: Step) -> Along:
+def _reshape(step: AxisStep) -> Along:
     """A view that merges dimensions, or splits them."""
     state, operand = step.first
     (dim, *others), inner = step.out.sized or (0,), 0
@@ -267,7 +267,7 @@ def _reshape(step: Step) -> Along:
     return Along(dim, inner)
 
 
-def _along_dims(step: Step) -> Total | None:
+def _along_dims(step: AxisStep) -> Total | None:
     """Works along the dimensions that an argument names: reductions, softmax, sorts."""
     state, operand = step.first
     named: Any = step.given.get("dims", step.given.get("dim"))
@@ -283,10 +283,10 @@ def _along_dims(step: Step) -> Total | None:
 _TOTALS = {"sum": Total.SUM, "nansum": Total.SUM, "mean": Total.MEAN}
 
 
-def _last_dims(count: Callable[[Step], int]) -> Rule:
+def _last_dims(count: Callable[[AxisStep], int]) -> Rule:
     """The rule of what works along its last dimensions."""
 
-    def rule(step: Step) -> None:
+    def rule(step: AxisStep) -> None:
         state, operand = step.first
         if state.dim >= len(operand.meta.shape) - count(step):
             raise MixesError("it works along the axis.")
@@ -294,7 +294,7 @@ def _last_dims(count: Callable[[Step], int]) -> Rule:
     return rule
 
 
-def _besides_dim(step: Step) -> None:
+def _besides_dim(step: AxisStep) -> None:
     """Joins, reads or writes along `dim`, and place by place otherwise."""
     named = step.given["dim"] % len(step.operands[0].meta.shape)
     dims = {state.dim for state, _ in step.along} - {named}
@@ -303,12 +303,12 @@ def _besides_dim(step: Step) -> None:
         raise MixesError("it takes elements from anywhere on the axis.")
 
 
-def _bucketize(step: Step) -> None:
+def _bucketize(step: AxisStep) -> None:
     if step.first and step.by_name["boundaries"].sized:
         raise MixesError("it counts as many boundaries as a tile is long.")
 
 
-def _looked_up(step: Step) -> None:
+def _looked_up(step: AxisStep) -> None:
     """Indexing by tensors: in what is the same for all, or the same for all."""
     source, *indices = step.operands
     dims = [0]
@@ -322,7 +322,7 @@ def _looked_up(step: Step) -> None:
         raise MixesError("it takes elements from anywhere on the axis.")
 
 
-def _product(step: Step) -> Total | None:
+def _product(step: AxisStep) -> Total | None:
     """A product of matrices or vectors, which may be summed over the axis."""
     names = ("mat1", "batch1", "self")
     left = next(step.by_name[name] for name in names if name in step.by_name)
@@ -333,7 +333,7 @@ def _product(step: Step) -> Total | None:
     return Total.SUM
 
 
-def _attention(step: Step) -> None:
+def _attention(step: AxisStep) -> None:
     """Of queries (b, h, q, d), keys (b, h, k, d), values (b, h, k, v), and (b, h, q, v)."""
     dims = {state.dim + 4 - len(each.meta.shape) for state, each in step.along}
     names = {2: ("key", "value"), 3: ("query", "key")}
@@ -346,20 +346,20 @@ def _attention(step: Step) -> None:
         raise MixesError("its causal mask tells places on the axis apart.")
 
 
-def _batch_norm(step: Step) -> None:
+def _batch_norm(step: AxisStep) -> None:
     if step.given.get("training", step.given.get("train", False)):
         raise MixesError("it takes statistics along the batch.")
     _of_batch(step)
 
 
-def _loss(step: Step) -> Total | None:
+def _loss(step: AxisStep) -> Total | None:
     """A loss of each element, then summed, averaged, or neither."""
     if len({state.dim - len(each.meta.shape) for state, each in step.along}) != 1:
         raise MixesError("the axis meets itself in another dimension.")
     return _reduced(step)
 
 
-def _nll_loss(step: Step) -> Total | None:
+def _nll_loss(step: AxisStep) -> Total | None:
     """Of (N, C) or (N, C, d1, d2) and targets without C."""
     logits, targets = step.by_name["self"], step.by_name["target"]
     state = targets.state
@@ -382,7 +382,7 @@ def _nll_loss(step: Step) -> Total | None:
     return _reduced(step)
 
 
-def _reduced(step: Step) -> Total | None:
+def _reduced(step: AxisStep) -> Total | None:
     reduction: int = step.given["reduction"]
     return (None, Total.MEAN, Total.SUM)[reduction]
 

@@ -27,12 +27,12 @@ from remat._torch import schemas, tracer
 from remat.layers._axis_rules import (
     Alike,
     Along,
+    AxisStep,
     Key,
     Mixed,
     MixesError,
     Operand,
     State,
-    Step,
     Total,
     place_of,
     require_sizes,
@@ -365,7 +365,7 @@ def _computed(
         key: used[each.index] for key, each in given.items() if isinstance(each, Ref)
     }
     operands = tuple(used[index] for index in value.uses)
-    step = Step(value, given, operands, by_name, made[0], lengths)
+    step = AxisStep(value, given, operands, by_name, made[0], lengths)
     require_sizes(step)
     if all(each.is_alike for each in operands):
         return [_alike(step, made)] * len(made)
@@ -380,7 +380,7 @@ def _computed(
     return [place or Mixed(_label(value), why) for place in places]
 
 
-def _alike(step: Step, made: Sequence[Operand | None]) -> Alike:
+def _alike(step: AxisStep, made: Sequence[Operand | None]) -> Alike:
     shape = step.out.meta.shape
     if step.is_pointwise:
         behind = [(each, len(each.meta.shape) - len(shape)) for each in step.operands]
