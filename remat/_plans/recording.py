@@ -267,7 +267,11 @@ def record(
     with recorder.live:
         recorder.begin()
         # Of these alone: a tensor of the user's that the loss captures stays as it is.
-        torch.autograd.backward(run(recorder), inputs=leaves)  # pyright: ignore[reportUnknownMemberType]
+        loss = run(recorder)
+        if not loss.requires_grad:
+            raise _without_gradient()
+        torch.autograd.backward(loss, inputs=leaves)  # pyright: ignore[reportUnknownMemberType]
+        del loss
         recorder.end()
         gradients = recorder.gradients
         rest = recorder.live.now - gradients
@@ -333,6 +337,11 @@ def _optimizer_bytes(
     return state, max(first, live.peak - again)
 
 
+_BY_HAND = (
+    "A loss of gradients cannot be planned: give its regions policies.budget(size)."
+)
+
+
 @contextlib.contextmanager
 def without_data(tree: Any, where: str) -> Generator[Any]:
     """A tree with fake tensors in place of its own, inside a mode that makes more of them.
@@ -361,9 +370,19 @@ def require_no_transform() -> None:
             where="fit, or modules.plan(step=...)",
             what="a region of the step is called under a transform of torch.func.",
             why="A step is planned as its loss, which autograd differentiates.",
-            do="Pass the function that gives the loss, without torch.func.grad around it. A "
-            "loss of gradients cannot be planned: give its regions policies.budget(size).",
+            do="Pass the function that gives the loss, without torch.func.grad around it. "
+            + _BY_HAND,
         )
+
+
+def _without_gradient() -> TraceError:
+    return refusal(
+        TraceError,
+        where="fit, or modules.plan(step=...)",
+        what="the loss of the step has no gradient.",
+        why="It depends on no parameter, or on gradients of regions that the step takes itself.",
+        do=_BY_HAND,
+    )
 
 
 def _needs_numbers(where: str) -> TraceError:

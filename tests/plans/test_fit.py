@@ -132,7 +132,7 @@ def test_where_nothing_fits() -> None:
 
 
 def test_what_has_no_plan_is_refused() -> None:
-    """No region, a transform around one, numbers that decide."""
+    """No region, gradients of them in the loss, numbers that decide."""
     step, args = made(plain_block, plain_head)
     with pytest.raises(ValueError, match=r"calls no region .*Decorate the parts"):
         fit(step, peak="1GiB")(*args)
@@ -144,6 +144,13 @@ def test_what_has_no_plan_is_refused() -> None:
 
     with pytest.raises(TraceError, match=r"under a transform of torch.func"):
         fit(gradient, peak="1GiB")(*args)
+
+    def slope(params: Any, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(step(params, x), x, create_graph=True)[0].sum()
+
+    with pytest.raises(TraceError, match=r"has no gradient.*policies\.budget"):
+        fit(slope, peak="1GiB")(*args)
 
     def deciding(params: Any, x: Tensor) -> Tensor:
         found = step(params, x)
