@@ -14,7 +14,7 @@ from tests.support import assert_bitwise, assert_close, seeded
 
 pytestmark = pytest.mark.contract
 ROWS = torch.tensor([True, False, True])
-KNOWN = r"torch\.where, x\.masked_fill or torch\.nonzero_static"
+KNOWN = r"torch\.where\(mask, a, b\), x\.masked_fill or torch\.nonzero_static"
 
 
 def put(mask: Callable[[Tensor], Tensor], value: Any) -> Callable[[Tensor], Tensor]:
