@@ -47,6 +47,7 @@ ON_THE_STAND_IN: Reasons = {
     ],
     "autograd's thread for the device lets go of the last tensors a moment after a backward": [
         "tests/laws/test_memory_lifetime.py::test_saved_bytes_die_with_the_outputs",
+        "tests/laws/test_memory_lifetime.py::test_the_backward_frees_as_plain_does",
         "tests/laws/test_memory_lifetime.py::test_many_steps_hold_memory_flat",
     ],
     "torch composes attention of other operators on a device without kernels for it": [
