@@ -13,6 +13,7 @@ import torch.optim.optimizer as optimizers
 from torch import Tensor, nn
 
 from remat import BudgetError, TraceError, layers, modules, plan, remat
+from remat._generators import device_states
 from tests.random.trackers import generator_state
 from tests.support import LiveBytes, seeded
 
@@ -167,7 +168,8 @@ def test_states_of_generators_are_in_the_limit() -> None:
         run()
 
     resident = sum(each.nbytes for each in [*model.parameters(), x])
-    assert memory.peak + resident == int(least)
+    state = device_states.size_bytes(x.device)
+    assert 0 <= int(least) - (memory.peak + resident) <= state
 
 
 def test_a_plan_that_recomputes_nothing_has_none_that_is_cheaper() -> None:
