@@ -68,9 +68,8 @@ def stand_ins(metas: Sequence[TensorMeta]) -> list[Tensor]:
     found = _stage_stand_ins(tuple(metas))
     if not any(meta.is_cast_each_time for meta in metas):
         return [*found]
-    with (
-        isolation.isolated()
-    ):  # a trace around would take them for tensors of the user's
+    # A trace around would take them for tensors of the user's.
+    with isolation.isolated():
         pairs = zip(metas, found, strict=True)
         return [meta.cast_alike(each) for meta, each in pairs]
 
