@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 Cotangents = Sequence[Tensor] | Callable[[Tensor], Tensor] | None
@@ -94,6 +94,17 @@ def count_operators(fn: Callable[..., Any], *args: Any) -> Counter[str]:
     return counter.counts
 
 
+def let_autograd_finish() -> None:
+    """Waits until autograd's thread for the default device has ended its last task.
+
+    A backward returns when its last gradient is there; the thread lets go of the task's
+    tensors a moment later, and before it takes another.
+    """
+    if torch.get_default_device().type != "cpu":
+        with _disable_current_modes():
+            torch.zeros((), requires_grad=True).clone().backward()
+
+
 class LiveBytes(TorchDispatchMode):
     """Bytes of the storages that were made inside and are still alive, and their peak.
 
@@ -104,13 +115,19 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = 0
+        self._live = 0
         self.peak = 0
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
+    @property
+    def live(self) -> int:
+        """Bytes alive now, when autograd's thread for the device has let go of its own."""
+        let_autograd_finish()
+        return self._live
+
     def reset_peak(self) -> None:
         """Lets the peak start again from what is alive now."""
-        self.peak = self.live
+        self.peak = self._live
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -134,13 +151,13 @@ class LiveBytes(TorchDispatchMode):
         key = id(storage)
 
         def freed(reference: weakref.ref[torch.UntypedStorage]) -> None:
-            self.live -= size_bytes
+            self._live -= size_bytes
             if self._seen.get(key) is reference:
                 del self._seen[key]
 
         self._seen[key] = weakref.ref(storage, freed)
-        self.live += size_bytes
-        self.peak = max(self.peak, self.live)
+        self._live += size_bytes
+        self.peak = max(self.peak, self._live)
 
 
 def graphs_of_torch_compile() -> tuple[Any, list[Counter[str]]]:

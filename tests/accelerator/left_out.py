@@ -45,11 +45,6 @@ ON_THE_STAND_IN: Reasons = {
         "tests/laws/test_law_11_restores.py::test_two_threads_train_through_one_region",
         "tests/switches/test_first_order.py::test_another_thread_has_all_orders",
     ],
-    "autograd's thread for the device lets go of the last tensors a moment after a backward": [
-        "tests/laws/test_memory_lifetime.py::test_saved_bytes_die_with_the_outputs",
-        "tests/laws/test_memory_lifetime.py::test_the_backward_frees_as_plain_does",
-        "tests/laws/test_memory_lifetime.py::test_many_steps_hold_memory_flat",
-    ],
     "torch composes attention of other operators on a device without kernels for it": [
         "tests/laws/test_law_02_names_and_policies.py::"
         "test_names_cover_the_helpers_of_attention",
