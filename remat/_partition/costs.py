@@ -24,6 +24,7 @@ from remat._graph.flops import step_flops
 from remat._graph.meta import TensorMeta, metas_in
 from remat._graph.values import Graph, Value, refs, replace_refs
 from remat._torch import isolation
+from remat._torch.taking_functions import Applied
 
 Costs = Callable[[Graph, int], int]
 """From a step of a graph to its cost, a whole number of some unit."""
@@ -75,12 +76,24 @@ def measured(metas: list[TensorMeta]) -> Costs:
         metas = replace_refs(
             (value.args, value.kwargs), lambda use: graph.values[use].meta
         )
+        if isinstance(value.op, Applied) and value.op.loops:
+            raise _endless(value)
         key = f"{value.op}{metas}"
         if key not in known:
             known[key] = _time_ns(graph, value)
         return known[key]
 
     return cost
+
+
+def _endless(value: Value) -> PolicyError:
+    return refusal(
+        PolicyError,
+        where=f"{operators.short_name(value.op)} at {value.source or 'the backward'}",
+        what="cannot be timed.",
+        why="On the zeros that operators are timed with, its loop may never end.",
+        do='Pass costs="flops".',
+    )
 
 
 def _time_ns(graph: Graph, value: Value) -> int:

@@ -19,6 +19,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from remat._torch import loops
 from remat._torch.attributes import attributes_as
 from remat._torch.dtensor import local_part
 from remat._torch.levels import no_dual_level, unwrapped
@@ -104,6 +105,8 @@ class _FakeMode(FakeTensorMode):
     def _taking_functions(self, op: Any, args: Any, kwargs: Any) -> Any:
         """An operator that takes functions; torch's cache of results would hold these."""
         function = _taking.registered_hop_fake_fns.get(op)
+        if op is torch.ops.higher_order.while_loop:
+            function = loops.shapes_of
         if function is None:
             return op.python_key_table[FakeTensorMode](self, *args, **kwargs)
         with self:

@@ -18,6 +18,7 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import _get_current_function_mode_stack
 
+from remat._torch import loops
 from remat._torch.levels import functorch, unwrapped
 from remat._torch.trees import Frame
 
@@ -34,6 +35,7 @@ class Taking(NamedTuple):
 
 _KNOWN: dict[str, Taking] = {
     "cond": Taking({3: (1, 2)}, returning=(1, 2)),
+    "while_loop": Taking({3: (0, 1)}, returning=(1,)),
     "scan": Taking({3: (0,)}),
     "map_impl": Taking({2: (0,)}),
     "associative_scan": Taking({2: (0,)}),
@@ -105,8 +107,8 @@ def indexes_by_tensors() -> bool:
 
 
 def callable_for(op: Any) -> Any:
-    """What to call for an operator: itself, or what does the same under each transform."""
-    return _cond if op is torch.ops.higher_order.cond else op
+    """What to call for an operator: itself, or what does the same where torch's rules fail."""
+    return _CALLED_BY.get(op, op)
 
 
 def _cond(mask: Any, yes: Any, no: Any, operands: Sequence[Any]) -> Any:
@@ -119,6 +121,13 @@ def _cond(mask: Any, yes: Any, no: Any, operands: Sequence[Any]) -> Any:
         return op(mask, yes, no, operands)
     pairs: Any = zip(yes(*operands), no(*operands), strict=True)
     return tuple(torch.where(mask, one, other) for one, other in pairs)
+
+
+_LOOPS = {torch.ops.higher_order.while_loop, loops.while_loop, loops.gradients}
+_CALLED_BY: dict[Any, Any] = {
+    torch.ops.higher_order.cond: _cond,
+    torch.ops.higher_order.while_loop: loops.while_loop,
+}
 
 
 @final
@@ -143,6 +152,19 @@ class Applied:
         tensors, frame = Frame.of((args, kwargs), tensor)
         described = (str(frame.spec), *map(_described, frame.statics))
         return tensors, cls(op, frame, described)
+
+    @property
+    def loops(self) -> bool:
+        """Whether it runs a loop whose number of iterations depends on numbers."""
+        graphs = [
+            module
+            for static in self.frame.statics
+            if isinstance(static, fx.GraphModule)
+            for module in static.modules()
+            if isinstance(module, fx.GraphModule)
+        ]
+        called = {node.target for each in graphs for node in each.graph.nodes}
+        return not _LOOPS.isdisjoint({self.operator, *called})
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Runs the operator."""

@@ -213,9 +213,9 @@ def _check(module: fx.GraphModule, where: str, *, returns_results: bool) -> None
             _require_own_memory(results, where)
             if isinstance(node.args[0], list):
                 node.args = (results,)  # torch differentiates no list
-    module.graph.eliminate_dead_code()
     for node in module.graph.nodes:
         node.meta.clear()  # its tensors would hold autograd's graph
+    module.graph.eliminate_dead_code()  # the graph's names go on holding what is dead
     module.recompile()
 
 

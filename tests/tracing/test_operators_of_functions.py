@@ -1,5 +1,6 @@
 """Operators that take functions (`torch.cond`, a scan): one value each, differentiated as torch does."""
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +11,15 @@ from torch import Tensor
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
+from torch._subclasses import FakeTensor
 
 from remat import (
     ImplicitRandomnessError,
+    PolicyError,
     RematWarning,
     TraceError,
     checkpoint_name,
+    plan,
     policies,
     random,
     remat,
@@ -125,9 +129,51 @@ def scanned(x: Tensor) -> Tensor:
     return found["a"] + carry
 
 
+LIMIT = torch.tensor(50.0, dtype=torch.float64)
+
+
 def loop(x: Tensor) -> Tensor:
+    """How often it runs depends on numbers; both functions reach tensors."""
+    y, zero = x.sin(), torch.zeros((), dtype=torch.int64)
+    found: dict[str, Tensor] = while_loop(
+        lambda i, z: (z["a"].square().sum() < LIMIT) & (i < 9),
+        lambda i, z: (i + 1, {"a": 1.5 * z["a"] + torch.sin(z["a"] * W) + y}),
+        (zero, {"a": x * 1}),
+    )[1]
+    return found["a"]
+
+
+def loop_in_loop(x: Tensor) -> Tensor:
+    def inner(y: Tensor) -> Tensor:
+        return while_loop(
+            lambda z: z.abs().sum() < LIMIT, lambda z: (2 * z + W.cos(),), (y,)
+        )[0]
+
     zero = torch.zeros((), dtype=torch.int64)
-    return while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y.sin()), (zero, x))[1]
+    return while_loop(
+        lambda i, _: i < 2, lambda i, y: (i + 1, inner(y).sin()), (zero, x)
+    )[1]
+
+
+def loop_without_gradient(x: Tensor) -> Tensor:
+    zero = torch.zeros((), dtype=torch.int64)
+    return (
+        x
+        * while_loop(
+            lambda _, y: y.abs().sum() < LIMIT,
+            lambda i, y: (i + 1, 2 * y),
+            (zero, x.detach()),
+        )[0]
+    )
+
+
+def counted(x: Tensor) -> Tensor:
+    return (
+        x
+        * while_loop(
+            lambda i, _: i < 3, lambda i, y: (i + 1, y.sin()), (0, x.detach())
+        )[1]
+    )
 
 
 CONDITIONS: dict[str, Function] = {
@@ -154,6 +200,9 @@ DAILY = ("captured", "nested", "in place", "no operands")
 LOOPS: dict[str, Function] = {
     "map": lambda x: rows(lambda row: row.sin() * W, x),
     "scan": scanned,
+    "loop": loop,
+    "loop in loop": loop_in_loop,
+    "loop without gradient": loop_without_gradient,
 }
 ALL = CONDITIONS | LOOPS | {"custom": custom, "cut": cut}
 
@@ -201,7 +250,8 @@ def as_python(mask: Any, yes: Any, no: Any, operands: Any = ()) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["cut", *DAILY, *swept(name for name in CONDITIONS if name not in DAILY)]
+    "name",
+    ["cut", "loop", *DAILY, *swept(name for name in CONDITIONS if name not in DAILY)],
 )
 def test_a_second_derivative_is_right_or_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -211,7 +261,7 @@ def test_a_second_derivative_is_right_or_refused(
     second = torch.func.grad(
         lambda x: torch.func.grad(lambda x: remat(fun)(x).sin().sum())(x).sin().sum()
     )
-    if name in ("cut", "region inside"):
+    if name in ("cut", "region inside", "loop"):
         with pytest.raises(TraceError, match=r"functions\.py:\d+: .*twice.*rerun"):
             second(x.detach())
         return
@@ -223,10 +273,11 @@ def test_a_second_derivative_is_right_or_refused(
     assert_close(found, expected)
 
 
-def test_a_graph_of_the_backward_is_refused() -> None:
+@pytest.mark.parametrize("name", ["plain", "loop"])
+def test_a_graph_of_the_backward_is_refused(name: str) -> None:
     """torch's own second derivative is wrong, without a word."""
     x = seeded(2, 3).requires_grad_()
-    y = remat(CONDITIONS["plain"])(x).sum()
+    y = remat(ALL[name])(x).sum()
 
     with pytest.raises(TraceError, match=r"functions\.py:\d+: .*differentiated twice"):
         torch.autograd.grad(torch.autograd.grad(y, x, create_graph=True)[0].sum(), x)
@@ -242,7 +293,36 @@ def test_a_second_derivative_of_a_map() -> None:
     assert_close(second(remat(LOOPS["map"])), second(lambda x: x.sin() * W))
 
 
-@pytest.mark.parametrize("name", ["map", "scan", "plain"])
+def test_a_loop_that_does_not_run_gives_what_it_was_given() -> None:
+    """torch's own gradient is that of one iteration."""
+    x = seeded(2, 3).requires_grad_()
+    y = remat(
+        lambda x: while_loop(lambda z: z.sum() > 99, lambda z: (z * W,), (x,))[0]
+    )(x)
+
+    assert_bitwise(y, x)
+    assert_bitwise(torch.autograd.grad(y.sum(), x)[0], torch.ones_like(x))
+
+
+def test_of_the_iterations_of_a_loop_nothing_is_held() -> None:
+    """Of any number of them: what the loop is given is, and what it returns."""
+    x = seeded(2, 3).requires_grad_()
+    region = remat(loop_in_loop, policy=policies.everything_saveable)
+
+    held = {r.shape for r in region.saved_residuals(x)}
+    assert held <= {(), (2, 3), (3,)}
+    assert_bitwise(with_gradients(region, x), with_gradients(loop_in_loop, x))
+
+
+def test_a_loop_is_not_timed() -> None:
+    """On the zeros that operators are timed with it might never end."""
+    timed = plan(lambda x: loop(x).sin(), budget=0.5, costs="measured")
+
+    with pytest.raises(PolicyError, match=r'while_loop.*may never end.*costs="flops"'):
+        timed(seeded(2, 3).requires_grad_())
+
+
+@pytest.mark.parametrize("name", ["map", "scan", "plain", "loop"])
 def test_a_transform_that_torch_lacks_names_the_line(name: str) -> None:
     fun, x = ALL[name], seeded(2, 3)
     gradient = torch.func.grad(lambda x: remat(fun)(x).sin().sum())
@@ -285,6 +365,20 @@ def test_it_is_one_value(policy: policies.AbstractPolicy, saved: list[str]) -> N
     # Its own backward, and the operator again unless its value is saved.
     assert backward.operators.count("cond") == (1 if saved else 2)
     assert_bitwise(with_gradients(region, x), with_gradients(chained, x))
+
+
+@pytest.mark.parametrize("name", ["plain", "loop"])
+def test_its_graphs_hold_no_tensors(name: str) -> None:
+    """Those of steps that nothing reads, either."""
+
+    def without_data() -> int:
+        gc.collect()
+        return sum(isinstance(each, FakeTensor) for each in gc.get_objects())
+
+    before, region = without_data(), remat(ALL[name])
+    region(seeded(2, 3).requires_grad_())
+
+    assert without_data() == before
 
 
 def test_a_name_inside_warns() -> None:
@@ -345,7 +439,7 @@ def written(x: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Function, str]] = {
     "returns an operand": (returned, "asks for a clone"),
     "writes to an operand": (written, "writes to what it is given"),
-    "loops": (loop, "`while_loop`"),
+    "carries a number": (counted, "not a tensor"),
 }
 
 
@@ -364,11 +458,11 @@ def test_a_function_that_catches_the_refusal_is_refused() -> None:
 
     def fun(x: Tensor) -> Tensor:
         try:
-            return loop(x)
+            return counted(x)
         except (NotImplementedError, TraceError):
             return x * 2
 
-    with pytest.raises(TraceError, match="while_loop"):
+    with pytest.raises(TraceError, match="carries a number"):
         remat(fun)(seeded(3).requires_grad_())
 
 
@@ -376,7 +470,11 @@ def scanned_alone(x: Tensor) -> Tensor:
     return scan(lambda c, row: (c + row, (c * row).clone()), x[0] * 1, x)[1]
 
 
-@pytest.mark.parametrize("fun", [CONDITIONS["plain"], scanned_alone, loop])
+def loop_alone(x: Tensor) -> Tensor:
+    return while_loop(lambda y: y.abs().sum() < 99, lambda y: (2 * y,), (x,))[0]
+
+
+@pytest.mark.parametrize("fun", [CONDITIONS["plain"], scanned_alone, loop_alone])
 def test_a_function_that_runs_again_may_take_functions(fun: Function) -> None:
     x = seeded(2, 3)
 
