@@ -94,3 +94,18 @@ def refusal(
 ) -> _E:
     """An error of a kind, with the four parts of its message."""
     return kind(explain(where=where, what=what, why=why, do=do))
+
+
+def require_choice(
+    name: str, value: object, choices: tuple[object, ...], of: str = "remat"
+) -> None:
+    """Refuses a value that an option cannot have."""
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise refusal(
+            ValueError,
+            where=f"{of}({name}={value!r})",
+            what="is not a value of this option.",
+            why=f"It can be {listed}.",
+            do="Choose one of these.",
+        )

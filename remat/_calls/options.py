@@ -10,7 +10,7 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 
 from remat._calls.signature import Statics
-from remat._errors import PolicyError, explain, refusal
+from remat._errors import PolicyError, explain, refusal, require_choice
 from remat.policies import AbstractPolicy, Value, as_policy, nothing_saveable
 from remat.storage import AbstractStorage, Keep
 from remat.storage._argument_checks import require_count, require_type
@@ -281,21 +281,6 @@ def require_parameters(fun: Any, statics: Statics) -> None:
                 why=f"Its parameters are {', '.join(parameters)}.",
                 do="Correct the name or the position.",
             )
-
-
-def require_choice(
-    name: str, value: object, choices: tuple[object, ...], of: str = "remat"
-) -> None:
-    """Refuses a value that an option cannot have."""
-    if value not in choices:
-        listed = ", ".join(map(repr, choices))
-        raise refusal(
-            ValueError,
-            where=f"{of}({name}={value!r})",
-            what="is not a value of this option.",
-            why=f"It can be {listed}.",
-            do="Choose one of these.",
-        )
 
 
 def why_out_of_graphs(settings: Settings, where: str) -> str:

@@ -9,6 +9,7 @@ partition cuts there, and can be counted.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import final
@@ -17,10 +18,10 @@ import torch
 
 from remat._errors import BudgetError, refusal
 from remat._graph.flops import step_flops
-from remat._graph.meta import TensorMeta
+from remat._graph.meta import TensorMeta, metas_in
 from remat._partition import free_memory
 from remat._partition.analysis import Analysis, Decisions, bytes_of
-from remat._partition.costs import Costs, by_flops, is_free
+from remat._partition.costs import Costs, costs_of, is_free
 from remat._partition.cut import Cut, cut, permitted_members, product_of, starts
 from remat._partition.peak import Peaks, peaks_of
 from remat.planners import Option, Problem, Solution, Step, solve_cut
@@ -94,6 +95,17 @@ class Model:
         )
 
 
+def model_for(analysis: Analysis, budget: Budget) -> Model:
+    """The planner's problem, with the ways to wait and the costs of a budget."""
+    return model_of(analysis, budget.storages, unit_of(analysis, budget))
+
+
+def unit_of(analysis: Analysis, budget: Budget) -> Costs:
+    """What a budget counts a step of a program as."""
+    values = analysis.joint.graph.values[: analysis.joint.num_operands]
+    return costs_of(budget.costs, itertools.chain(*(metas_in(v.meta) for v in values)))
+
+
 def is_recomputed(analysis: Analysis, index: int) -> bool:
     """For what a budget counts: whether a backward makes a value that the forward had made."""
     value = analysis.joint.graph.values[index]
@@ -103,7 +115,7 @@ def is_recomputed(analysis: Analysis, index: int) -> bool:
 def model_of(
     analysis: Analysis,
     storages: Callable[[Value], tuple[AbstractStorage, ...]],
-    costs: Costs = by_flops,
+    costs: Costs,
 ) -> Model:
     """The planner's problem of a joint graph; `storages` are the ways a value may wait."""
     joint, graph = analysis.joint, analysis.joint.graph

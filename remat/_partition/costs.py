@@ -30,6 +30,8 @@ Costs = Callable[[Graph, int], int]
 """From a step of a graph to its cost, a whole number of some unit."""
 
 _ROUNDS = 5
+_KEPT = 4096  # how many times are remembered
+_times_ns: dict[str, int] = {}
 
 
 def is_free(value: Value) -> bool:
@@ -53,21 +55,25 @@ def by_flops(graph: Graph, index: int) -> int:
     return step_flops(graph, value) + sum(each.once.size_bytes for each in tensors)
 
 
-def measured(metas: list[TensorMeta]) -> Costs:
+def costs_of(name: str, metas: Iterable[TensorMeta]) -> Costs:
+    """The costs that "flops" or "measured" names, of a program with such operands."""
+    return _measured(metas) if name == "measured" else by_flops
+
+
+def _measured(metas: Iterable[TensorMeta]) -> Costs:
     """Nanoseconds, as the operators take on tensors of these sizes on this machine.
 
-    Equal operators on equal sizes are timed once: the median of a few runs. `metas` are
-    those of the arguments; one on the meta device is refused.
+    Equal operators on equal sizes are timed once in a process, so that equal programs are
+    decided alike: the median of a few runs. An operand on the meta device is refused.
     """
     if any(meta.device.type == "meta" for meta in metas):
         raise refusal(
             PolicyError,
-            where='plan(costs="measured")',
+            where='costs="measured"',
             what="got arguments without data, on the meta device.",
             why="An operator must run to be timed.",
             do='Pass real tensors, or costs="flops".',
         )
-    known: dict[str, int] = {}
 
     def cost(graph: Graph, index: int) -> int:
         value = graph.values[index]
@@ -79,9 +85,11 @@ def measured(metas: list[TensorMeta]) -> Costs:
         if isinstance(value.op, Applied) and value.op.loops:
             raise _endless(value)
         key = f"{value.op}{metas}"
-        if key not in known:
-            known[key] = _time_ns(graph, value)
-        return known[key]
+        if key not in _times_ns:
+            if len(_times_ns) == _KEPT:
+                _times_ns.clear()
+            _times_ns[key] = _time_ns(graph, value)
+        return _times_ns[key]
 
     return cost
 

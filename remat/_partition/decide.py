@@ -13,7 +13,7 @@ from remat._graph import operators
 from remat._graph.meta import Meta, TensorMeta
 from remat._graph.values import Ref
 from remat._partition.analysis import Analysis, Decisions
-from remat._partition.budgets import fixed_bytes, model_of, solve
+from remat._partition.budgets import fixed_bytes, model_for, solve
 from remat._user_lines import warn_once
 from remat.policies import AbstractPolicy, Budget, Planned, Save
 from remat.policies._sizes import show_size
@@ -56,7 +56,7 @@ class _Values:
 
     def within(self, budget: Budget) -> Decisions:
         """What the default solver chooses."""
-        model = model_of(self.analysis, budget.storages)
+        model = model_for(self.analysis, budget)
         return model.decisions(solve(model, budget)[1].choice)
 
     def replayed(self, plan: Planned) -> Decisions:

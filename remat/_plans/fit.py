@@ -101,13 +101,14 @@ def fit(
     peak: Peak,
     optimizer: Optimizer = 0,
     allow: object = None,
+    costs: str = "flops",
 ) -> Callable[..., Fit]:
     """Chooses policies for the regions of a training step, so that its peak keeps to a limit.
 
     The step is called on tensors without data, with stand-ins for the regions that it calls,
     and differentiated by autograd; each byte that lives is counted. Then a budget for each
     region is chosen, so that what is recomputed costs as little as was found within the
-    limit. Nothing is computed, and arguments on the meta device will do.
+    limit. Nothing of the step is computed, and arguments on the meta device will do.
 
     Laws: `predicted_peak_bytes` is at most the limit. Nothing changes before `Fit.apply`.
 
@@ -119,6 +120,8 @@ def fit(
             runs around them. As `policies.budget` takes it.
         optimizer: what its state takes and its step makes, as `modules.Step` takes it.
         allow: what regions may save, and how, as `policies.budget` takes it.
+        costs: what as little as possible is recomputed of, as `policies.budget` takes it: with
+            "measured", operators run, alone and on zeros.
 
     Returns:
         A callable that takes the step's arguments, and returns what was chosen. What is
@@ -147,7 +150,7 @@ def fit(
         True
         >>> found.apply()
     """
-    bound = as_budget(budget(allow=allow, peak=peak), None, _WHERE)
+    bound = as_budget(budget(allow=allow, peak=peak), None, _WHERE, costs)
 
     def fitted(*args: Any, **kwargs: Any) -> Fit:
         recording, calls = _recorded(step, args, kwargs, optimizer)

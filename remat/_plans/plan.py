@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, cast, final
 
 from remat._calls.decorated import undecided
-from remat._calls.options import require_choice
-from remat._errors import PolicyError, refusal
+from remat._errors import PolicyError, refusal, require_choice
 from remat._graph.operators import made_by
 from remat._partition import budgets
-from remat._partition.costs import Costs, by_flops, measured
+from remat._partition.costs import Costs
 from remat._partition.decide import fingerprint
 from remat._partition.peak import Peaks
 from remat._plans.json_parts import (
@@ -360,13 +359,12 @@ def plan(
         compiled functions, by a knapsack that leaves the closure out.
     """
     require_choice("solver", solver, tuple(_SOLVERS), of="plan")
-    require_choice("costs", costs, tuple(_UNITS), of="plan")
-    policy = as_budget(budget, peak, "plan(budget=...)")
+    policy = as_budget(budget, peak, "plan(budget=...)", costs)
 
     region = undecided(fun)
 
     def planned(*args: _P.args, **kwargs: _P.kwargs) -> Plan:
-        return Planner(region, args, kwargs, policy, solver, costs).plan(policy)
+        return Planner(region, args, kwargs, policy, solver).plan(policy)
 
     return planned
 
@@ -388,18 +386,17 @@ class Planner:
         kwargs: dict[str, Any],
         policy: Budget,
         solver: str = "cut",
-        costs: str = "flops",
     ) -> None:
         entry, roots, _ = undecided(fun).entry_of(args, kwargs)
         self._operands = entry.region.operands
         self._analysis = entry.region.stages(roots).analysis
-        self._policy, self._solver, self._costs = policy, solver, costs
+        self._policy, self._solver = policy, solver
         self.fingerprint = fingerprint(self._analysis)
         self.wanted = trees.wants_gradients((args, kwargs))
 
     @functools.cached_property
     def _unit(self) -> Costs:
-        return measured(list(self._operands)) if self._costs == "measured" else by_flops
+        return budgets.unit_of(self._analysis, self._policy)
 
     @functools.cached_property
     def _model(self) -> budgets.Model:
@@ -418,7 +415,7 @@ class Planner:
             recompute_flops=model.recompute_flops(solution.choice),
             recompute_cost=solution.cost,
             lower_bound=solution.lower_bound,
-            costs=self._costs,
+            costs=self._policy.costs,
             solver=self._solver,
             fingerprint=self.fingerprint,
             problem=model.problem,

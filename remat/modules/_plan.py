@@ -122,6 +122,7 @@ def plan(
     peak: Peak | None = None,
     where: Where | None = None,
     step: Step | None = None,
+    costs: str = "flops",
 ) -> Callable[..., ModulePlan]:
     """Makes the blocks of a model recompute within one budget for the model, in place.
 
@@ -150,6 +151,7 @@ def plan(
             on tensors without data, by torch's own autograd.
         where: the blocks, as `apply` takes them; they must not nest. None means the
             children of the `nn.ModuleList` or `nn.Sequential` with the most parameters.
+        costs: what as little as possible is recomputed of, as `policies.budget` takes it.
 
     Returns:
         A callable that takes the arguments of a call of the model, and returns what was
@@ -179,7 +181,7 @@ def plan(
         https://arxiv.org/abs/1911.13214, decides for chains by whole blocks; here each
         block decides by values.
     """
-    bound = as_budget(budget, peak, "modules.plan(budget=...)")
+    bound = as_budget(budget, peak, "modules.plan(budget=...)", costs)
 
     def planned(*args: Any, **kwargs: Any) -> ModulePlan:
         for _, module in (named := blocks_of(model, where)):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast, final
 
-from remat._errors import PolicyError, refusal
+from remat._errors import PolicyError, refusal, require_choice
 from remat.policies._as_policy import as_policy
 from remat.policies._contract import (
     AbstractPolicy,
@@ -31,6 +31,8 @@ Peak = int | str | Memory
 Size = float | Peak
 """The same, or a fraction of what is saved without remat."""
 
+_COSTS = ("flops", "measured")
+
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
@@ -40,6 +42,7 @@ class Budget(WholeProgram):
     size: int | float | None
     allow: AbstractPolicy | None = None
     peak: Peak | None = None
+    costs: str = "flops"
     is_part: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,14 +77,19 @@ class Budget(WholeProgram):
         return values.within(self)
 
     def __repr__(self) -> str:
-        options = {"allow": self.allow, "peak": self.peak}
-        given = [f"{key}={each!r}" for key, each in options.items() if each is not None]
+        options = {"allow": self.allow, "peak": self.peak, "costs": self.costs}
+        defaults = (None, "flops")
+        given = [f"{k}={each!r}" for k, each in options.items() if each not in defaults]
         size = [] if self.size is None else [repr(self.size)]
         return f"budget({', '.join([*size, *given])})"
 
 
 def budget(
-    size: Size | None = None, allow: object = None, *, peak: Peak | None = None
+    size: Size | None = None,
+    allow: object = None,
+    *,
+    peak: Peak | None = None,
+    costs: str = "flops",
 ) -> AbstractPolicy:
     """Saves the values that avoid the most recomputation within a number of bytes.
 
@@ -92,8 +100,7 @@ def budget(
     caller, and are held under every policy.
 
     The choice is made once for each trace, over the whole program, with the default
-    solver and costs of `plan`, which shows the choice and has other options. It is
-    within a certified gap of the optimum, but not always optimal.
+    solver of `plan`, which shows the choice and has other options. It is within a certified gap of the optimum, but not always optimal.
 
     Laws: the bytes held never exceed the budget, nor the predicted peak `peak`; a larger
     budget never costs more.
@@ -109,6 +116,9 @@ def budget(
             once, gradients and outputs included, arguments not; or "auto" for the free
             memory of the device, or of the process on a CPU, minus a tenth in reserve; or
             a function from the device to its free bytes, which "auto" then uses.
+        costs: what as little as possible is recomputed of, as `plan` takes it. By "measured"
+            operators run to be timed, once in a process, and choices differ with what they
+            take: processes that must choose alike count "flops".
 
     Returns:
         The policy. It combines with no other one: `allow` says what it may save.
@@ -116,7 +126,8 @@ def budget(
     Raises:
         PolicyError: `size` or `peak` is not a size, there is neither, or `allow` is not a
             policy.
-        ValueError: `size` is negative, a float outside (0, 1], or cannot be read.
+        ValueError: `size` is negative, a float outside (0, 1], or cannot be read; `costs` is
+            no such word.
         BudgetError: at the first call, if more bytes are held even when nothing is
             saved, or no choice keeps to the peak.
 
@@ -141,11 +152,17 @@ def budget(
             do="Pass a policy that decides about single values.",
         )
     permitted = None if allow is None else as_policy(allow, where)
-    return _made_budget(size, permitted, peak)
+    return as_budget(_made_budget(size, permitted, peak), None, where, costs)
 
 
-def as_budget(budget: Any, peak: Any, where: str) -> Budget:
-    """Makes a budget of what a user passed as one: sizes, or what `budget` returned."""
+def as_budget(budget: Any, peak: Any, where: str, costs: str = "flops") -> Budget:
+    """Makes a budget of what a user passed as one: sizes, or what `budget` returned.
+
+    Where either the budget or `costs` says "measured", it counts.
+    """
+    if costs != "flops":
+        require_choice("costs", costs, _COSTS, of=where.partition("(")[0])
+        return replace(as_budget(budget, peak, where), costs=costs)
     if isinstance(budget, Budget):
         return budget if peak is None else replace(budget, peak=_checked_peak(peak))
     if isinstance(budget, AbstractPolicy):

@@ -92,12 +92,14 @@ class Case:
     """A model and its limits, from its lowest peak to that of a step that saves everything.
 
     Attributes:
+        costs: what as little as possible is recomputed of.
         drawn: the plans of the calls in random configurations within a limit.
         shares: the calls of regions.
         loads: what lives in a step.
     """
 
     model: Model
+    costs: str
     optimizer: torch.optim.Optimizer
     limits: Sequence[int]
     drawn: Callable[[int], list[list[Plan]]]
@@ -105,7 +107,7 @@ class Case:
     loads: Loads
 
     @classmethod
-    def of(cls, name: str) -> "Case":
+    def of(cls, name: str, costs: str = "flops") -> "Case":
         """By the name of the model.
 
         Raises:
@@ -116,9 +118,14 @@ class Case:
         optimizer = torch.optim.AdamW(model.parameters)
         low = _lowest(model, optimizer)
         with _searches() as seen:
-            high = model.plan(1 << 40, optimizer)[0]
+            high = model.plan(1 << 40, optimizer, costs)[0]
         limits = sorted({int(low + part * (high - low)) for part in PARTS})
-        return cls(model, optimizer, limits, _Drawn(*seen[0]).within, *seen[0])
+        drawn = _Drawn(*seen[0]).within
+        return cls(model, costs, optimizer, limits, drawn, *seen[0])
+
+    def plan(self, limit: int) -> tuple[int, int]:
+        """Keeps the step to a limit; its predicted peak, and what is recomputed."""
+        return self.model.plan(limit, self.optimizer, self.costs)
 
     def step(self) -> None:
         """A training step."""
@@ -131,7 +138,7 @@ def measured(name: str) -> Iterator[Line]:
     """A model under its limits."""
     found = Case.of(name)
     for limit in found.limits:
-        predicted, cost = found.model.plan(limit, found.optimizer)
+        predicted, cost = found.plan(limit)
         sizes = _bytes_of_step(found)
         costs = [sum(p.recompute_cost for p in each) for each in found.drawn(limit)]
         least = min(costs, default=None)
@@ -141,7 +148,7 @@ def measured(name: str) -> Iterator[Line]:
 def _lowest(model: Model, optimizer: torch.optim.Optimizer) -> int:
     """The lowest peak that can be kept, as it is said where nothing fits."""
     try:
-        model.plan(1, optimizer)
+        model.plan(1, optimizer, "flops")
     except BudgetError as error:
         found = re.findall(r"Pass peak=(\d+)\.", str(error))
         return int(found[0])

@@ -28,14 +28,14 @@ class Model:
 
     Attributes:
         loss: what is differentiated, and takes nothing.
-        plan: applies what keeps a step, with an optimizer, to a limit; its predicted peak, and
-            the cost of what it recomputes.
+        plan: applies what keeps a step, with an optimizer, to a limit, by such costs; its
+            predicted peak, and the cost of what it recomputes.
         parameters: what the optimizer changes.
         others: what else lives all the time.
     """
 
     loss: Callable[[], Tensor]
-    plan: Callable[[int, torch.optim.Optimizer], tuple[int, int]]
+    plan: Callable[[int, torch.optim.Optimizer, str], tuple[int, int]]
     parameters: list[Tensor]
     others: list[Tensor]
 
@@ -43,9 +43,11 @@ class Model:
 def _of_module(
     net: nn.Module, call: dict[str, Tensor], loss: Callable[[Any], Tensor]
 ) -> Model:
-    def planned(peak: int, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    def planned(
+        peak: int, optimizer: torch.optim.Optimizer, costs: str
+    ) -> tuple[int, int]:
         step = modules.Step(loss, optimizer)
-        found = modules.plan(net, peak=peak, step=step)(**call)
+        found = modules.plan(net, peak=peak, step=step, costs=costs)(**call)
         plans = [row.plan for row in found.rows]
         return found.predicted_peak_bytes, sum(p.recompute_cost for p in plans)
 
@@ -68,8 +70,10 @@ def _of_step(step: Callable[..., Tensor], params: Any, *batch: Any) -> Model:
     """A function from parameters and a batch to its loss, of which `fit` finds the regions."""
     own = tensors_in(params)
 
-    def planned(peak: int, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-        found = fit(step, peak=peak, optimizer=optimizer)(params, *batch)
+    def planned(
+        peak: int, optimizer: torch.optim.Optimizer, costs: str
+    ) -> tuple[int, int]:
+        found = fit(step, peak=peak, optimizer=optimizer, costs=costs)(params, *batch)
         found.apply()
         plans = [each for row in found.rows for each in row.plans]
         return found.predicted_peak_bytes, sum(p.recompute_cost for p in plans)

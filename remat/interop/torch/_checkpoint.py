@@ -17,8 +17,8 @@ from torch.utils.checkpoint import noop_context_fn
 
 from remat._calls import torch_compile
 from remat._calls.decorated import DecoratedFunction, kind_of
-from remat._calls.options import ENGINES, Settings, require_choice
-from remat._errors import ImplicitRandomnessError, refusal
+from remat._calls.options import ENGINES, Settings
+from remat._errors import ImplicitRandomnessError, refusal, require_choice
 from remat._torch import dynamo
 from remat._user_lines import warn
 from remat.interop._shared import warn_without_effect
