@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import BudgetError, PolicyError, fit, modules, plan, policies, remat
+from remat import PolicyError, fit, modules, plan, policies, remat
 from remat._graph.values import Graph, Value
 from remat._partition import costs
 from tests.support import seeded
