@@ -414,8 +414,10 @@ class _Measurement:
         totals = [live.total() for live in history]
         place = totals.index(max(totals))
         made = self.watch.events[place].allocation
-        call = self._caller.get(id(made.run))
         node = None if made.node is None else self.names[made.node]
+        call = self._caller.get(id(made.run))
+        if call is None and made.node is not None:
+            call = self.calls.at.get(made.node)  # what runs again tells of no program
         return Peak(
             size_bytes=totals[place],
             phase=made.phase,

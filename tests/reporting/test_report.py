@@ -324,6 +324,7 @@ def test_what_runs_again_in_python_is_unknown() -> None:
     assert row.name.endswith("<lambda>")  # nobody differentiates it inside
     assert row.held_bytes == 256
     assert "unknown" in str(found)
+    assert (found.peak.phase, found.peak.region) == ("backward", row.name)
 
 
 def test_signatures_of_one_function_are_layers() -> None:
