@@ -177,6 +177,12 @@ def _shapes(
         )
 
 
+@gradients.py_functionalize_impl
+def _in_a_graph(*args: Any) -> Any:
+    """Refuses what Inductor could not lower."""
+    raise NotImplementedError("Its backward cannot be in a graph of torch.compile")
+
+
 @gradients.py_impl(ProxyTorchDispatchMode)
 def _recorded(mode: Any, *args: Any) -> Any:
     tracer = mode.tracer

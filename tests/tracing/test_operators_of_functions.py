@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
@@ -486,3 +487,13 @@ def test_torch_compile_sees_a_region_with_one() -> None:
     fun, x = CONDITIONS["captured"], seeded(2, 3)
     compiled = torch.compile(remat(fun), backend="aot_eager", fullgraph=True)
     assert_close(with_gradients(compiled, x), with_gradients(fun, x))
+
+
+def test_torch_compile_is_told_of_the_backward_of_a_loop() -> None:
+    compiled = torch.compile(remat(loop), backend="aot_eager")
+
+    with pytest.raises(
+        BackendCompilerFailed, match="Its backward cannot be in a graph"
+    ):
+        compiled(seeded(2, 3).requires_grad_())
+    assert_close(compiled(seeded(2, 3)), loop(seeded(2, 3)))
