@@ -495,5 +495,6 @@ def test_torch_compile_is_told_of_the_backward_of_a_loop() -> None:
     with pytest.raises(
         BackendCompilerFailed, match="Its backward cannot be in a graph"
     ):
-        compiled(seeded(2, 3).requires_grad_())
-    assert_close(compiled(seeded(2, 3)), loop(seeded(2, 3)))
+        compiled(seeded(2, 3))
+    with torch.no_grad():
+        assert_close(compiled(seeded(2, 3)), loop(seeded(2, 3)))
