@@ -25,7 +25,7 @@ from remat.policies._budget import planning_again
 @final
 @dataclasses.dataclass(frozen=True)
 class BlockCall:
-    """A block and the arguments of its call."""
+    """A block and the arguments of a call of it."""
 
     name: str
     module: nn.Module
@@ -101,13 +101,13 @@ def called(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[BlockCall]:
-    """The blocks with their arguments in one call of the model.
+    """The calls of blocks in one call of the model, in order.
 
     What is around the blocks runs, so that it decides as at run time (whether a mask is
     passed, say); in the place of a block stands what gives zeros. A model without data runs
     on fake tensors.
     """
-    calls: dict[str, list[BlockCall]] = {name: [] for name, _ in named}
+    calls: list[BlockCall] = []
     given = trees.tensor_leaves((args, kwargs))
     tensors = [*model.parameters(), *model.buffers(), *given]
     has_data = not any(each.is_meta or fakes.is_fake(each) for each in tensors)
@@ -115,7 +115,7 @@ def called(
     def stand_in(
         name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        calls[name].append(BlockCall(name, module, args, kwargs))
+        calls.append(BlockCall(name, module, args, kwargs))
         if has_data:
             return fakes.zeros_like_results(forward, args, kwargs)
         return forward(*args, **kwargs)
@@ -131,13 +131,12 @@ def called(
             torch.func.functional_call(model, copies, args, kwargs)
         else:
             fakes.call_on_fakes(model, args, kwargs)
-    for name, found in calls.items():
-        if len(found) != 1:
-            raise refusal(
-                ValueError,
-                where=f"modules.plan: the block `{name}`",
-                what=f"was called {len(found)} times in one call of the model.",
-                why="A block's share of the budget is for one call.",
-                do="Name blocks that are called once, or use modules.apply.",
-            )
-    return [each for found in calls.values() for each in found]
+    for name in {name for name, _ in named}.difference(each.name for each in calls):
+        raise refusal(
+            ValueError,
+            where=f"modules.plan: the block `{name}`",
+            what="was not called in one call of the model.",
+            why="A block's share of the budget is for its calls.",
+            do="Name blocks that are called, or use modules.apply.",
+        )
+    return calls

@@ -30,13 +30,14 @@ from remat.policies._sizes import show_size
 @final
 @dataclasses.dataclass(frozen=True)
 class ModulePlanRow:
-    """The share of one block of a model.
+    """The share of one call of a block.
 
     Attributes:
-        name: its qualified name.
-        plan: what it saves, and what that costs.
-        input_bytes: what its inputs hold, those of blocks before it and parameters aside.
-        gradient_bytes: what the gradients of its parameters take.
+        name: the block's qualified name.
+        plan: what the call saves, and what that costs.
+        input_bytes: what its inputs hold, those of calls before it and parameters aside.
+        gradient_bytes: what the gradients of the block's parameters take, which its last
+            call makes first.
     """
 
     name: str
@@ -53,7 +54,7 @@ class ModulePlan:
     Laws: `saved_bytes <= budget_bytes`.
 
     Attributes:
-        rows: the blocks, in the model's order.
+        rows: the calls of blocks, in order.
         budget_bytes: the most that all blocks may hold together.
         timeline: what lives in the whole step, where `step` was given.
         beside: the points beside this one, which recompute less and more, where there was
@@ -130,7 +131,8 @@ def plan(
     blocks, which compute nothing; a model on the meta device is called on fake tensors. No
     parameter, buffer or generator changes. Then each block's frontier of bytes and
     cost is computed (once for equal blocks), and the budget is split so that the total
-    recomputation is least. If equal blocks get unequal shares, the later ones get more.
+    recomputation is least. If equal blocks get unequal shares, the later ones get more. Each
+    call of a block that is called several times has an equal share.
 
     Laws: what all blocks together hold from forward to backward, without their inputs,
     stays within the budget; a larger budget never costs more. A block that is later called
@@ -158,8 +160,8 @@ def plan(
         chosen.
 
     Raises:
-        ValueError: there are no blocks, they nest, a call of the model does not reach them
-            exactly once each, or `budget` is not a size.
+        ValueError: there are no blocks, they nest, a call of the model does not reach one of
+            them, or `budget` is not a size.
         PolicyError: `budget` or `peak` is not a size, or there is neither.
         BudgetError: the blocks hold more even if they save nothing, or the peak is lower than
             any that was found; of a step, the message says which single change would help most.
@@ -189,11 +191,15 @@ def plan(
         calls = called(model, named, args, kwargs)
         recording = step and step.recorded(model, calls, args, kwargs)
         chosen = _within(calls, bound, recording)
-        policies = [
-            call.policy(row.plan) for call, row in zip(calls, chosen.rows, strict=True)
-        ]
-        for (wanted, _), policy in zip(named, policies, strict=True):
-            apply(model, lambda name, _, wanted=wanted: name == wanted, policy=policy)
+        for block, _ in named:
+            places = [k for k, call in enumerate(calls) if call.name == block]
+            plans = [chosen.rows[k].plan for k in places]
+            policy = calls[places[0]].policy(plans[0])
+            if any(each.policy != plans[0].policy for each in plans):
+                policy = dataclasses.replace(
+                    bound, size=plans[0].budget_bytes, peak=None
+                )
+            apply(model, lambda name, _, block=block: name == block, policy=policy)
         return chosen
 
     return planned
@@ -204,7 +210,8 @@ def _within(
 ) -> ModulePlan:
     """Gives each block its share, so that all are within the bounds."""
     where = "modules.plan(budget=...)"
-    shares = Shares([each.planner(bound) for each in blocks], where=where)
+    regions = [each.name for each in blocks]
+    shares = Shares([each.planner(bound) for each in blocks], regions, where)
 
     def planned(plans: Sequence[Plan], total: int, beside: str = "") -> ModulePlan:
         rows = tuple(_row_of(blocks, place, found) for place, found in enumerate(plans))
@@ -268,9 +275,10 @@ def _row_of(blocks: Sequence[BlockCall], place: int, found: Plan) -> ModulePlanR
         known |= set(map(id, trees.tensor_leaves((earlier.args, earlier.kwargs))))
     inputs = trees.tensor_leaves((block.args, block.kwargs))
     new = {id(each): each for each in inputs if id(each) not in known}
+    is_last = all(each.name != block.name for each in blocks[place + 1 :])
     return ModulePlanRow(
         block.name,
         found,
         sum(TensorMeta.of(each).once.size_bytes for each in new.values()),
-        sum(TensorMeta.of(each).size_bytes for each in parameters),
+        sum(TensorMeta.of(each).size_bytes for each in parameters) * is_last,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -60,10 +61,11 @@ class Step:
             leaves = [each for each in parameters.values() if each.requires_grad]
 
             def run(recorder: Recorder) -> Tensor:
+                places = itertools.count()
                 with contextlib.ExitStack() as stack:
-                    for place, block in enumerate(blocks):
-                        instead = _stand_in(recorder, place, block.module)
-                        stack.enter_context(called_instead(block.module, instead))
+                    for module in dict.fromkeys(each.module for each in blocks):
+                        instead = _stand_in(recorder, places, module)
+                        stack.enter_context(called_instead(module, instead))
                     state = {**parameters, **buffers}
                     found = torch.func.functional_call(model, state, args, kwargs)
                 return self.loss(found)
@@ -77,10 +79,13 @@ class Step:
             )
 
 
-def _stand_in(recorder: Recorder, place: int, module: nn.Module) -> Callable[..., Any]:
+def _stand_in(
+    recorder: Recorder, places: Iterator[int], module: nn.Module
+) -> Callable[..., Any]:
     forward = module.forward
 
     def instead(*args: Any, **kwargs: Any) -> Any:
-        return recorder.call(place, forward, (args, kwargs), module.parameters())
+        call, captured = (args, kwargs), module.parameters()
+        return recorder.call(next(places), forward, call, captured)
 
     return instead
