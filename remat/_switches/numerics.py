@@ -30,7 +30,7 @@ class Numerics(NamedTuple):
     autocast_cache: bool  # whether a cast of a weight is kept for its next use
     default_dtype: torch.dtype  # what factories make
     deterministic: tuple[bool, bool]  # (algorithms, warn only)
-    matmul_precision: str  # of float32
+    matmul_precision: guards.Precision  # of float32
     switches: tuple[bool, ...]  # backends that may be chosen
 
     @classmethod
@@ -97,21 +97,22 @@ class Numerics(NamedTuple):
         if self.are_met_by(found):
             yield
             return
-        try:
-            self.put_in_force()
-            with contextlib.ExitStack() as stack:
-                for device, dtype in found.autocast:
-                    stack.enter_context(torch.autocast(device, dtype, enabled=False))
-                yield
-        finally:
-            found.put_in_force()
+        with guards.with_matmul_precision(self.matmul_precision):
+            try:
+                self.put_in_force()
+                with contextlib.ExitStack() as stack:
+                    for device, dtype in found.autocast:
+                        off = torch.autocast(device, dtype, enabled=False)
+                        stack.enter_context(off)
+                    yield
+            finally:
+                found.put_in_force()
 
     def put_in_force(self) -> None:
-        """Sets all switches except autocast and the default device, which are entered."""
+        """Sets the switches that no context sets, as one does for autocast and for products."""
         torch.set_default_dtype(self.default_dtype)
         algorithms, warn_only = self.deterministic
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
-        torch.set_float32_matmul_precision(self.matmul_precision)
         guards.choose_attention(self.switches)
 
 

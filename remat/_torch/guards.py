@@ -6,9 +6,10 @@ Obsolete when the public names are as fast.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+import contextlib
 import importlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -32,19 +33,71 @@ requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 _guards: Any = importlib.import_module("torch._C._dynamo.guards")
 
 
-def kernel_choices() -> tuple[str, bool, bool, bool, bool]:
+#: A name for all backends, or the precision of each, in the order of `_PRODUCTS`.
+Precision = str | tuple[str, ...]
+# What computes float32 products, as torch's settings of their precision name it.
+_PRODUCTS = (("cuda", "matmul"), ("mkldnn", "matmul"))
+
+
+def kernel_choices() -> tuple[Precision, bool, bool, bool, bool]:
     """Of a thread's state: the precision of float32 products, and which attention kernels may run.
 
     Every call of a region reads them. These functions in C are three times faster than the
     public ones, which return the same.
     """
     return (
-        torch._C._get_float32_matmul_precision(),
+        matmul_precision(),
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
     )
+
+
+def matmul_precision() -> Precision:
+    """The precision of float32 products.
+
+    torch has no name for all, and raises, where `torch.backends.cuda.matmul.fp32_precision` or
+    one of its kind was set to another than the older functions had set.
+    """
+    try:
+        return torch._C._get_float32_matmul_precision()
+    except RuntimeError:
+        return _precisions()
+
+
+@contextlib.contextmanager
+def with_matmul_precision(precision: Precision) -> Generator[None]:
+    """Runs the body under what `matmul_precision` once returned.
+
+    A backend may follow `torch.backends.fp32_precision`, and does so again afterwards. A name
+    for all ends that.
+    """
+    found, before = matmul_precision(), _precisions()
+    try:
+        if precision != found:
+            _set_matmul_precision(precision)
+        yield
+    finally:
+        if not precision == found == matmul_precision():
+            if isinstance(found, str):
+                _set_matmul_precision(found)
+            for place, each in zip(_PRODUCTS, before, strict=True):
+                torch._C._set_fp32_precision_setter(*place, "none")
+                if torch._C._get_fp32_precision_getter(*place) != each:
+                    torch._C._set_fp32_precision_setter(*place, each)
+
+
+def _set_matmul_precision(precision: Precision) -> None:
+    if isinstance(precision, str):
+        torch._C._set_float32_matmul_precision(precision)
+        return
+    for place, each in zip(_PRODUCTS, precision, strict=True):
+        torch._C._set_fp32_precision_setter(*place, each)
+
+
+def _precisions() -> tuple[str, ...]:
+    return tuple(torch._C._get_fp32_precision_getter(*place) for place in _PRODUCTS)
 
 
 def choose_attention(are_allowed: Sequence[bool]) -> None:
@@ -148,7 +201,7 @@ def thread_guard() -> Callable[[], bool]:
     and dispatch mode. It may also fail because the number of threads has changed.
     """
     same_state, levels, read = state_guard(), dual_levels, torch._C
-    precision, flash = read._get_float32_matmul_precision, read._get_flash_sdp_enabled
+    precision, flash = matmul_precision, read._get_flash_sdp_enabled
     efficient, math = read._get_mem_efficient_sdp_enabled, read._get_math_sdp_enabled
     cudnn = read._get_cudnn_sdp_enabled
     was_precision, was_flash, was_efficient, was_math, was_cudnn = kernel_choices()

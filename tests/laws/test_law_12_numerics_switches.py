@@ -6,7 +6,7 @@ under the forward's."
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -405,6 +405,90 @@ def test_recomputed_operators_see_the_forwards_switches(
     tanh = [found for name, found in seen.rows if name == "aten.tanh"]
     assert tanh == [forward]
     assert in_force() == before
+
+
+#: torch's settings of the precision of float32, from the most general to those of products.
+FLOAT32: list[Any] = [
+    torch.backends,
+    torch.backends.cuda.matmul,
+    cast(Any, torch.backends.mkldnn).matmul,
+]
+
+
+def precisions() -> list[str]:
+    """The precision that is in force, for all backends and for two of them."""
+    return [each.fp32_precision for each in FLOAT32]
+
+
+@contextlib.contextmanager
+def precision_of(place: int, value: str) -> Iterator[None]:
+    """Another precision by one of these settings, for a while."""
+    before = FLOAT32[place].fp32_precision
+    FLOAT32[place].fp32_precision = value
+    try:
+        yield
+    finally:
+        FLOAT32[place].fp32_precision = before
+
+
+@pytest.fixture
+def unset_precisions() -> Iterator[None]:
+    """Lets both backends follow the general precision, for a while."""
+    with precision_of(1, "none"), precision_of(2, "none"):
+        yield
+
+
+@pytest.mark.contract
+@pytest.mark.usefixtures("unset_precisions")
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("place", range(3), ids=["all", "cuda", "mkldnn"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_precisions_that_have_no_common_name(
+    place: int, where: str, engine: str
+) -> None:
+    """`get_float32_matmul_precision` raises under them; the forward's come back with it."""
+    region, leaves, before = remat(mlp, engine=engine), arguments(), precisions()
+    around, is_forward = precision_of(place, "tf32"), where == "forward"
+    rows: list[tuple[str, list[str]]] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            rows.append((str(func.overloadpacket), precisions()))
+            return func(*args, **(kwargs or {}))
+
+    with around if is_forward else contextlib.nullcontext():
+        forward = precisions()
+        y = region(*leaves)
+    with contextlib.nullcontext() if is_forward else around:
+        backward = precisions()
+        with Seen():
+            torch.autograd.grad(y.sum(), leaves)
+        assert precisions() == backward != forward
+
+    products = [found[1:] for name, found in rows if name == "aten.tanh"]
+    assert [[each.replace("none", "ieee") for each in found] for found in products] == [
+        [
+            each.replace("none", "ieee") for each in forward[1:]
+        ]  # both mean the whole number
+    ]
+    assert precisions() == before
+
+
+@pytest.mark.contract
+@pytest.mark.usefixtures("unset_precisions")
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_a_precision_that_was_not_set_is_not_set_afterwards(engine: str) -> None:
+    """Its backend follows the general one, before a region as after it."""
+    leaves = arguments()
+    with bfloat16:
+        y = remat(mlp, engine=engine)(*leaves)
+    with deterministic():
+        y.float().sum().backward()
+
+    with precision_of(0, "tf32"):
+        assert precisions() == ["tf32"] * 3
 
 
 @pytest.mark.contract
