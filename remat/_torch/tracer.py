@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree, _thunk as thunk
 from torch.utils._python_dispatch import _disable_current_modes
 
+from remat._torch import levels
 from remat._torch.attributes import attributes_as
 from remat._torch.dynamo import dynamo_as_before, whole_graphs_in_parts
 from remat._torch.modes import DispatchMode, is_watched
@@ -44,11 +45,24 @@ def traceable(func: Any) -> Any:
     `F.one_hot` checks its classes by value unless the tensor is a fake one. It cannot see
     that if a level of torch.func inside the trace (forward mode over reverse mode) wraps the
     fake tensor. Obsolete when it can.
+
+    `nn.Parameter` calls `requires_grad_` of a fake tensor, but not of another, and every level
+    of torch.func refuses that. Obsolete when it makes both in one way.
     """
+    if func is _REQUIRES_GRAD:
+        return _traceable_requires_grad
     return _traceable_one_hot if func is _ONE_HOT else func
 
 
 _ONE_HOT: Any = torch.nn.functional.one_hot
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad_
+
+
+def _traceable_requires_grad(tensor: Tensor, requires_grad: bool = True) -> Tensor:
+    if levels.is_wrapped(tensor):
+        return tensor.requires_grad_(requires_grad)
+    with levels.leave_functorch():
+        return tensor.requires_grad_(requires_grad)
 
 
 def _traceable_one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:

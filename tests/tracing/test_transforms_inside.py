@@ -226,3 +226,22 @@ def test_torchs_own_functions_are_put_back() -> None:
         remat(lambda x: grad(lambda w: 1 / 0)(w))(x)
 
     assert [getattr(*each) for each in entrances] == before
+
+
+def _with_a_parameter_of_its_own(x: Tensor) -> Tensor:
+    module = nn.PReLU(4, init=0.3, dtype=x.dtype)
+    return module(x) * nn.Parameter(torch.full((4,), 3.0, dtype=x.dtype)).sin()
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_a_parameter_that_the_function_makes_under_vmap(engine: str) -> None:
+    """torch makes it of a stand-in in another way, which every transform refuses."""
+    region, xs = remat(_with_a_parameter_of_its_own, engine=engine), seeded(3, 2, 4)
+
+    def gradient(f: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.func.grad(lambda xs: torch.vmap(f)(xs).sin().sum())(xs)
+
+    assert_bitwise(gradient(region), gradient(_with_a_parameter_of_its_own))
+    leaf = xs.clone().requires_grad_()
+    (found,) = torch.autograd.grad(torch.vmap(region)(leaf).sin().sum(), leaf)
+    assert_bitwise(found, gradient(_with_a_parameter_of_its_own))
