@@ -213,7 +213,7 @@ def main():
 if __name__ == "__main__":
     import warnings
 
-    import tests.conftest  # noqa: F401  # hypothesis draws what it draws in the suite
+    import tests.running  # noqa: F401  # hypothesis draws what it draws in the suite
 
     warnings.simplefilter("ignore")
     main()
