@@ -20,16 +20,25 @@ SINGLE = (
 )
 
 
+# The second asks about the traces that the first has made.
+OF_FUNCTIONS = (
+    "tests/laws/test_law_01_same_numbers.py",
+    "tests/laws/test_no_fallback.py",
+)
+
+
 class ByFile(LoadScopeScheduling):
     """Hands out files, whose tests share traces and fixtures, the ones with most tests first.
 
-    Those that start a world of ranks go to one process. At the end come single tests, so
-    that no process waits long for the others.
+    Those that start a world of ranks go to one process, and so do those that trace the same
+    functions. At the end come single tests, so that no process waits long for the others.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(WORLDS):
             return "worlds"
+        if nodeid.startswith(OF_FUNCTIONS):
+            return "functions"
         return nodeid if nodeid.startswith(SINGLE) else nodeid.partition("::")[0]
 
 
