@@ -6,6 +6,7 @@ waits for it, and leaves no rank behind.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -92,6 +93,7 @@ def main(size: int, folder: Path, names: Sequence[str]) -> None:
     # torch's own, when it first needs forward mode.
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
     checks = checks_in(map(importlib.import_module, names))
+    gc.freeze()  # or each rank's collections would look through what was imported, and copy it
     ranks = [_split(rank, size, folder, checks) for rank in range(size)]
     for rank in ranks:
         os.waitpid(rank, 0)
