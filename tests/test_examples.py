@@ -52,25 +52,29 @@ def test_docstring_examples(name: str):
     assert results.failed == 0
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_page_examples(page: Path, tmp_path: Path):
-    """The Python blocks of a page run from top to bottom, as one program.
-
-    A page that says `<!-- ranks: 2 -->` is run by as many processes.
-    """
+def program_of(page: Path) -> str:
+    """The Python blocks of a page, from top to bottom."""
     text = page.read_text()
     for needed in re.findall(r"^<!-- needs: (\w+) -->$", text, re.M):
         pytest.importorskip(needed)
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    program = tmp_path / f"{page.stem}_example.py"
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
 
-    ranks = re.search(r"^<!-- ranks: (\d+) -->$", text, re.M)
-    if ranks is None:
-        program.write_text("\n".join(blocks))
-        runpy.run_path(str(program))
-    else:
-        program.write_text("\n".join([*blocks, LEAVE]))
-        run_in_ranks(program, int(ranks[1]))
+
+#: Pages that two processes run.
+OF_TWO_RANKS = [page for page in PAGES if "\n<!-- ranks: 2 -->\n" in page.read_text()]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page not in OF_TWO_RANKS],
+    ids=lambda page: page.name,
+)
+def test_page_examples(page: Path, tmp_path: Path):
+    """The Python blocks of a page run, as one program."""
+    program = tmp_path / f"{page.stem}_example.py"
+    program.write_text(program_of(page))
+
+    runpy.run_path(str(program))
 
 
 #: The programs of docs/examples, with what makes each quick.
@@ -107,45 +111,57 @@ def test_program(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     assert len(rows) >= 2
 
 
-def test_program_of_two_ranks(tmp_path: Path):
-    """Likewise; its assertions are made on each rank."""
-    program = ROOT / "docs/examples/tensor_parallel.py"
-    arguments = [str(program), *PROGRAMS["tensor_parallel"]]
-    run = f"""
-import runpy, sys
-sys.argv = {arguments!r}
-runpy.run_path({str(program)!r}, run_name="__main__")
-{LEAVE}"""
-    (tmp_path / "program.py").write_text(run)
-
-    run_in_ranks(tmp_path / "program.py", 2)
-
-
-#: Imports what takes long once for all ranks, splits into them, and fails as one of them does.
+#: Imports what takes long once, splits into the ranks of one program after the other, and ends
+#: with the name of the first that fails on one of them.
 RANKS = """
-import os, runpy, sys
+import gc, os, runpy, sys
 import remat, torch._dynamo, torch.distributed.fsdp
-ranks = []
-for rank in map(str, range(int(os.environ["WORLD_SIZE"]))):
-    ranks.append(os.fork())
-    if not ranks[-1]:
-        os.environ.update(RANK=rank, LOCAL_RANK=rank)
-        runpy.run_path(sys.argv[1])
-sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
+gc.freeze()
+for program, port in zip(sys.argv[1::2], sys.argv[2::2]):
+    ranks = []
+    for rank in "01":
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            os.environ.update(RANK=rank, LOCAL_RANK=rank, MASTER_PORT=port)
+            runpy.run_path(program)
+    if any([os.waitpid(rank, 0)[1] for rank in ranks]):
+        sys.exit(f"failed: {program}")
 """
 
 
-def run_in_ranks(program: Path, num_ranks: int) -> None:
-    """Runs a program with what torchrun tells its ranks, and with a limit of time."""
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        "localhost", 0, is_master=True, wait_for_workers=False
-    )
+def test_pages_and_programs_of_two_ranks(tmp_path: Path):
+    """Likewise those that two processes run; their assertions are made on each rank."""
+    texts = {page.stem: program_of(page) for page in OF_TWO_RANKS}
+    program = ROOT / "docs/examples/tensor_parallel.py"
+    arguments = [str(program), *PROGRAMS["tensor_parallel"]]
+    texts["tensor_parallel"] = f"""
+import runpy, sys
+sys.argv = {arguments!r}
+runpy.run_path({str(program)!r}, run_name="__main__")"""
+    files = [tmp_path / f"{name}_of_two_ranks.py" for name in texts]
+    for file, text in zip(files, texts.values(), strict=True):
+        file.write_text(f"{text}\n{LEAVE}")
+
+    run_in_ranks(files)
+
+
+def run_in_ranks(programs: list[Path]) -> None:
+    """Runs each with what torchrun tells its two ranks, and all with a limit of time."""
+    stores = [
+        dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            "localhost", 0, is_master=True, wait_for_workers=False
+        )
+        for _ in programs
+    ]
     told = {
-        "WORLD_SIZE": str(num_ranks),
+        "WORLD_SIZE": "2",
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
+    pairs = zip(programs, stores, strict=True)
+    words = [
+        word for program, store in pairs for word in (str(program), str(store.port))
+    ]
 
-    assert run_group(["-c", RANKS, str(program)], 120, **told) == 0
+    assert run_group(["-c", RANKS, *words], 300, **told) == 0
