@@ -23,7 +23,6 @@ from tests.support import (
 )
 
 tr: Any = pytest.importorskip("transformers")
-peft: Any = pytest.importorskip("peft")
 pytest.importorskip("accelerate")
 
 from remat.interop.transformers import disable, enable  # noqa: E402
@@ -383,6 +382,7 @@ def test_policies():
 
 def test_adapters():
     """LoRA by peft: frozen layers, adapters that learn, and inputs that need no gradient."""
+    peft: Any = pytest.importorskip("peft")
 
     def adapted():
         config = peft.LoraConfig(
