@@ -144,8 +144,13 @@ MAIN = (
 )
 #: Those under which `test_law_01_functions_under_transforms.py` does not have attention.
 OF_ATTENTION = (
-    *("grad", "vjp", "jacrev", "jacfwd", "linearize", "vmap_vmap_grad"),
-    *("vmap_grad_vmap", "vmap_jacrev", "jvp_vmap", "grad_jvp", "jvp_jvp"),
+    *("grad", "vjp", "jacfwd", "linearize"),
+    *("vmap_jacrev", "jvp_vmap", "grad_jvp", "jvp_jvp"),
+)
+#: Made of those, and of `vmap_grad` and `grad_vmap` there.
+MADE_OF_THEM = (
+    *("jacrev", "vmap_vmap_grad", "vmap_grad_vmap"),
+    *("hessian", "third", "grad_vmap_grad"),
 )
 
 
@@ -166,14 +171,17 @@ class Layer(torch.nn.Module):
     ("transform", "policy"),
     [
         *itertools.product(TRANSFORMS, ["names"]),
-        *itertools.product(MAIN, ["nothing"]),
-        *(pytest.param(each, "everything", marks=pytest.mark.sweep) for each in MAIN),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in itertools.product(MAIN, ["nothing", "everything"])
+        ),
     ],
 )
 def test_transforms_of_a_layer(transform, policy):
     """Every transform of a region that saves a part gives the plain function's numbers.
 
-    The main ones do where it saves nothing, and where it saves everything.
+    In a sweep the main ones do where it saves nothing, as attention does below and the
+    functions of `test_law_01_functions_under_transforms.py` do, and where it saves everything.
     """
     w, x = arguments()
     region = remat(smooth, policy=POLICIES[policy])
@@ -183,9 +191,7 @@ def test_transforms_of_a_layer(transform, policy):
     assert_close(found, TRANSFORMS[transform](smooth, w, x))
 
 
-@pytest.mark.parametrize(
-    "transform", [*OF_ATTENTION, *swept(["hessian", "third", "grad_vmap_grad"])]
-)
+@pytest.mark.parametrize("transform", [*OF_ATTENTION, *swept(MADE_OF_THEM)])
 def test_transforms_of_attention(transform):
     """Transforms of an attention block give the plain numbers."""
     w, x = arguments()
