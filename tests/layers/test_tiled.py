@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Any, str, Any, tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", daily(CASES, ("mlp",)))
+@pytest.mark.parametrize("case", daily(CASES, ("pytree",)))
 @pytest.mark.parametrize("tiles", [3, *swept(["2KiB"])])
 def test_equals_the_function_under_every_transform(
     case: tuple[Any, str, Any, tuple[Any, ...]], tiles: int | str

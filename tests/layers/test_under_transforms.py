@@ -20,7 +20,7 @@ from tests.layers.stacks import (
     swap,
     tanh_cell,
 )
-from tests.support import assert_bitwise, assert_close, grads, seeded, swept
+from tests.support import assert_bitwise, assert_close, grads, in_turn, seeded, swept
 
 # Forward mode's first use compiles torch's own formulas with it.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -177,32 +177,39 @@ LAYERS: list[Callable[[Any], Any]] = [
 ]
 
 
+def composed(x: Any) -> Any:
+    """The layers without a stack."""
+    for layer in LAYERS:
+        x = layer(x)
+    return x
+
+
+OF_A_LOSS: dict[str, Callable[[Any], Callable[[Tensor], Any]]] = {
+    "grad": grad,
+    "hessian": hessian,
+    "vmap(grad)": lambda f: lambda x: vmap(grad(f))(torch.stack([x, -x])),
+    "grad(vmap)": lambda f: grad(lambda x: vmap(f)(torch.stack([x, -x])).prod()),
+    "jvp(grad)": lambda f: lambda x: jvp(grad(f), (x,), (x,)),
+    "grad(remat)": lambda f: grad(lambda x: plain_call(remat(f), x).sin()),
+}
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize(
-    "schedule", [None, Every(4), *swept([Every(1), Revolve(2)])], ids=repr
+    ("name", "schedule"),
+    in_turn(OF_A_LOSS, [None, Every(4), Every(1), Revolve(2)]),
+    ids=str,
 )
-def test_chain_equals_composition(schedule: AbstractSchedule | None):
+def test_chain_equals_composition(name: str, schedule: AbstractSchedule | None):
     """Layers that pass on pytrees, views and expanded tensors."""
-
-    def plain(x: Any) -> Any:
-        for layer in LAYERS:
-            x = layer(x)
-        return x
 
     def loss(f: Any) -> Any:
         return lambda x: f(x).square().sum()
 
-    x, run = seeded(5), chain(LAYERS, schedule)
-    for transform in (
-        grad,
-        hessian,
-        lambda f: lambda x: vmap(grad(f))(torch.stack([x, -x])),
-        lambda f: grad(lambda x: vmap(f)(torch.stack([x, -x])).prod()),
-        lambda f: lambda x: jvp(grad(f), (x,), (x,)),
-        lambda f: grad(lambda x: plain_call(remat(f), x).sin()),
-    ):
-        assert_close(transform(loss(run))(x), transform(loss(plain))(x))
-    assert_bitwise(grads(run, (x,)), grads(plain, (x,)))
+    x, run, transform = seeded(5), chain(LAYERS, schedule), OF_A_LOSS[name]
+
+    assert_close(transform(loss(run))(x), transform(loss(composed))(x))
+    assert_bitwise(grads(run, (x,)), grads(composed, (x,)))
 
 
 @pytest.mark.parametrize("schedule", [None, Every(2)])
