@@ -306,7 +306,7 @@ class Mixing(nn.Module):
 
 def test_a_first_block_is_planned_apart() -> None:
     """Its input has no gradient: its forward is that of the others, its backward is not."""
-    model, x = nn.Sequential(*(Mixing() for _ in range(3))), torch.ones(64, 8, 16)
+    model, x = nn.Sequential(Mixing(), Mixing()), torch.ones(64, 8, 16)
 
     for budget in (0.2, 0.5, 0.9):
         found = modules.plan(model, budget=budget)(x)
