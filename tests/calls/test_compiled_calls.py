@@ -17,7 +17,7 @@ from remat import (
     random,
     remat,
 )
-from tests.support import assert_bitwise, seeded
+from tests.support import assert_bitwise, in_turn, seeded
 
 pytestmark = [
     pytest.mark.contract,
@@ -116,8 +116,9 @@ def of_sizes(x: Tensor) -> Tensor:
     return (sized(x.cos()) * 2).sum()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize(
+    ("backend", "dynamic"), in_turn(["eager", "aot_eager"], [None, True])
+)
 def test_each_size_has_its_numbers(backend: str, dynamic: bool | None) -> None:
     """Where the backend runs one graph for all sizes, too."""
     torch._dynamo.reset()

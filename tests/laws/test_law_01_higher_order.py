@@ -271,7 +271,7 @@ PRODUCTS = {
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("order", [1, 2, *swept([3])])
+@pytest.mark.parametrize("order", [2, *swept([1, 3])])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_with_zeros(name, order):
     """Alike at every call, the first of which takes another way than later ones."""

@@ -24,7 +24,7 @@ from torch.func import (
 
 from remat import checkpoint_name, policies, remat
 from tests.functions import attention_math
-from tests.support import assert_close, seeded, swept
+from tests.support import assert_close, in_turn, seeded, swept
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::remat.RematWarning"),
@@ -229,14 +229,15 @@ def two_outputs(w, x):
     return h.exp() * x, h.sin().T
 
 
-@pytest.mark.parametrize("order", ["vmap", "vmap_vjp", "vjp_vmap"])
+DIMS = [*itertools.product(IN_DIMS, [0]), *itertools.product([(2, 0)], OUT_DIMS)]
+
+
 @pytest.mark.parametrize(
-    ("in_dims", "out_dims"),
-    [*itertools.product(IN_DIMS, [0]), *itertools.product([(2, 0)], OUT_DIMS)],
-    ids=str,
+    ("dims", "order"), in_turn(DIMS, ["vmap", "vmap_vjp", "vjp_vmap"]), ids=str
 )
-def test_any_in_dims_and_out_dims(in_dims, out_dims, order):
+def test_any_in_dims_and_out_dims(dims, order):
     """vmap over any dimension, or none, in and out, also negative ones."""
+    in_dims, out_dims = dims
     sizes = in_dims if isinstance(in_dims, tuple) else (in_dims, in_dims)
     w, x = (
         t if dim is None else batch(t).movedim(0, dim)

@@ -13,7 +13,7 @@ from torch.func import grad, jacrev, vjp, vmap
 
 from remat import checkpoint_name, policies, remat
 from tests.inspection import assert_saves, split_residuals
-from tests.support import backward_operators, count_operators, seeded
+from tests.support import backward_operators, count_operators, in_turn, seeded
 
 NAMED = policies.save_only_these_names
 
@@ -74,8 +74,9 @@ def test_ladder_of_sines_saves_exactly(rung):
 
 
 @quiet
-@ladder
-@pytest.mark.parametrize("transform", ["grad", "vjp", "vmap_grad", "jacrev"])
+@pytest.mark.parametrize(
+    ("rung", "transform"), in_turn(LADDER, ["grad", "vjp", "vmap_grad", "jacrev"])
+)
 def test_ladder_of_sines_under_torch_func(rung, transform):
     """Under torch.func the counts are those of .backward()."""
     policy, again, _ = LADDER[rung]

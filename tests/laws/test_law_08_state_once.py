@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import policies, remat
-from tests.support import assert_bitwise, assert_close, seeded, tensors_in
+from tests.support import assert_bitwise, assert_close, in_turn, seeded, tensors_in
 
 Model = nn.Module
 Wrap = Callable[..., Any]
@@ -182,11 +182,10 @@ def test_buffers_under_func_grad(engine: str) -> None:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_backwards_leave_buffers_alone(make: Any, engine: str) -> None:
+@pytest.mark.parametrize(("name", "engine"), in_turn(MODELS, ["trace", "rerun"]))
+def test_backwards_leave_buffers_alone(name: str, engine: Any) -> None:
     """Two backwards, and a second derivative, change no buffer; the forward did once."""
-    plain, model = build(make), build(make)
+    plain, model = build(MODELS[name]), build(MODELS[name])
     x, y = seeded(5, 4).requires_grad_(), seeded(5, 4).requires_grad_()
 
     def second(fun: Wrap, x: Tensor) -> list[Tensor]:

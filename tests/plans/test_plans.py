@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from remat import Plan, PolicyError, modules, plan, policies, random, remat, storage
 from tests.plans.models import gpt, measured, mlp, mlp_args, region_of
-from tests.support import assert_bitwise, assert_close, seeded
+from tests.support import assert_bitwise, assert_close, in_turn, seeded
 
 
 @pytest.mark.contract
@@ -84,12 +84,12 @@ TRANSFORMS = {
 
 @pytest.mark.contract
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-@pytest.mark.parametrize("planned", [True, False], ids=["plan", "budget"])
-def test_under_transforms(transform: Any, planned: bool) -> None:
+@pytest.mark.parametrize(("name", "kind"), in_turn(TRANSFORMS, ["plan", "budget"]))
+def test_under_transforms(name: str, kind: str) -> None:
     """A planned region is right where a region is; what is derived is planned anew."""
     x, w = mlp_args()
-    policy = plan(mlp, budget=200)(x, w).policy if planned else policies.budget(200)
+    is_plan, transform = kind == "plan", TRANSFORMS[name]
+    policy = plan(mlp, budget=200)(x, w).policy if is_plan else policies.budget(200)
 
     found = transform(remat(mlp, policy=policy))(x, w.detach())
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from remat import PolicyError, checkpoint_name, plan, policies, remat, storage
 from tests.plans.models import Model, dropping, gpt, measured, mlp, mlp_args, region_of
 from tests.random.trackers import generator_state, set_generator_state
-from tests.support import LiveBytes, assert_bitwise, daily, seeded, swept
+from tests.support import LiveBytes, assert_bitwise, daily, in_turn, seeded, swept
 
 PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)
 
@@ -66,8 +66,7 @@ def test_predictions_are_what_is_measured(model: Any, part: float) -> None:
 LATER = policies.everything_saveable.stored(storage.Cast(torch.bfloat16))
 
 
-@pytest.mark.parametrize("allow", [None, LATER], ids=["kept", "brought back"])
-@pytest.mark.parametrize("part", [0.3, 0.9])
+@pytest.mark.parametrize(("part", "allow"), in_turn([0.3, 0.9], [None, LATER]))
 def test_the_peaks_of_both_halves(part: float, allow: Any) -> None:
     """Each within a tenth; what comes back for the backward is there with what waited."""
     f, args, leaves = gpt()

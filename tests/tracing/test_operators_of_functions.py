@@ -197,7 +197,7 @@ CONDITIONS: dict[str, Function] = {
     ),
 }
 #: What the others are made of.
-DAILY = ("captured", "nested", "in place", "no operands")
+DAILY = ("captured", "in place", "no operands")
 LOOPS: dict[str, Function] = {
     "map": lambda x: rows(lambda row: row.sin() * W, x),
     "scan": scanned,
