@@ -35,8 +35,12 @@ _guards: Any = importlib.import_module("torch._C._dynamo.guards")
 
 #: A name for all backends, or the precision of each, in the order of `_PRODUCTS`.
 Precision = str | tuple[str, ...]
-# What computes float32 products, as torch's settings of their precision name it.
-_PRODUCTS = (("cuda", "matmul"), ("mkldnn", "matmul"))
+# The settings of what computes float32 products.
+_PRODUCTS: list[Any] = [
+    backend.matmul
+    for backend in vars(torch.backends).values()
+    if hasattr(getattr(backend, "matmul", None), "fp32_precision")
+]
 
 
 def kernel_choices() -> tuple[Precision, bool, bool, bool, bool]:
@@ -82,22 +86,22 @@ def with_matmul_precision(precision: Precision) -> Generator[None]:
         if not precision == found == matmul_precision():
             if isinstance(found, str):
                 _set_matmul_precision(found)
-            for place, each in zip(_PRODUCTS, before, strict=True):
-                torch._C._set_fp32_precision_setter(*place, "none")
-                if torch._C._get_fp32_precision_getter(*place) != each:
-                    torch._C._set_fp32_precision_setter(*place, each)
+            for product, each in zip(_PRODUCTS, before, strict=True):
+                product.fp32_precision = "none"
+                if product.fp32_precision != each:
+                    product.fp32_precision = each
 
 
 def _set_matmul_precision(precision: Precision) -> None:
     if isinstance(precision, str):
         torch._C._set_float32_matmul_precision(precision)
         return
-    for place, each in zip(_PRODUCTS, precision, strict=True):
-        torch._C._set_fp32_precision_setter(*place, each)
+    for product, each in zip(_PRODUCTS, precision, strict=True):
+        product.fp32_precision = each
 
 
 def _precisions() -> tuple[str, ...]:
-    return tuple(torch._C._get_fp32_precision_getter(*place) for place in _PRODUCTS)
+    return tuple(each.fp32_precision for each in _PRODUCTS)
 
 
 def choose_attention(are_allowed: Sequence[bool]) -> None:
