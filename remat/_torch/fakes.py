@@ -7,6 +7,7 @@ of its own.
 # pyright: reportPrivateUsage=false
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -83,6 +84,8 @@ class _FakeMode(FakeTensorMode):
     def __init__(self, home: torch.device, shape_env: Any) -> None:
         super().__init__(allow_non_fake_inputs=False, shape_env=shape_env)
         self._home = home
+        #: Where to note the tensors that operators make, if anywhere.
+        self.made: list[weakref.ref[Tensor]] | None = None
         self._in_python = (
             contextlib.nullcontext if shape_env is None else enable_python_dispatcher
         )
@@ -100,7 +103,10 @@ class _FakeMode(FakeTensorMode):
             return self._grouped_product(*args, **kwargs)
         with no_dual_level(), self._in_python():
             found: Any = super().__torch_dispatch__(func, types, args, kwargs)
-            return self._as_laid_out_by_kernels(func, args, found)
+            found = self._as_laid_out_by_kernels(func, args, found)
+        if self.made is not None:
+            self.made.extend(map(weakref.ref, tensor_leaves(found)))
+        return found
 
     def _taking_functions(self, op: Any, args: Any, kwargs: Any) -> Any:
         """An operator that takes functions; torch's cache of results would hold these."""

@@ -117,11 +117,13 @@ def _leak(tensor: Tensor, where: str) -> SideEffectError:
 
 
 def _where_left(tensor: Tensor) -> str:
-    for referrer in _referrers([tensor]):
+    referrers = _referrers([tensor])
+    for referrer in referrers:
         if isinstance(referrer, dict):
             for key, value in referrer.items():  # pyright: ignore[reportUnknownVariableType]
                 if value is tensor and isinstance(key, str):
                     return f"a name or attribute `{key}`"
+    for referrer in referrers:
         if isinstance(referrer, (list, set)):
             return f"a {type(referrer).__name__}"  # pyright: ignore[reportUnknownArgumentType]
     return "an object outside the function"

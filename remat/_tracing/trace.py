@@ -23,6 +23,7 @@ from remat._graph.values import Graph, Ref, Value, check
 from remat._graph.zeros import without_zeros
 from remat._switches.numerics import Numerics
 from remat._torch import autocast, autograd, dtensor, isolation, tracer
+from remat._torch.attributes import attributes_as
 from remat._torch.fakes import fake_mode, wraps_fakes
 from remat._torch.modules import converting_by
 from remat._torch.sizes import OpenSizes, shape_env_of
@@ -181,8 +182,11 @@ class _Run:
             self.layouts = self.layouts[: request.gradients]
         gradients: list[Tensor | None] = []
         # Users call .backward() outside autocast, as torch recommends.
-        forward = Numerics.current()
-        with (request.backward_numerics or forward._replace(autocast=())).applied():
+        numerics = request.backward_numerics
+        numerics = numerics or Numerics.current()._replace(autocast=())
+        # A hook of the user's may keep what it is given.
+        kept = None if request.is_program else running.fakes
+        with numerics.applied(), attributes_as(running.mode, made=kept):
             for layout in self.layouts:
                 gradients += self._gradients(given, outputs, layout)
         self.spread = [

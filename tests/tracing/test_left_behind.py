@@ -1,5 +1,6 @@
 """What a trace, whether or not it succeeds, leaves in a library's own objects: nothing."""
 
+import functools
 import gc
 import importlib
 import sys
@@ -114,6 +115,32 @@ def test_a_trace_that_fails_later_leaves_nothing(library: Any, name: str) -> Non
         remat(lambda x: fun(x) * float(x.sum()))(x.requires_grad_())
 
     assert_bitwise(fun(x), (x * torch.arange(4.0)).sin())
+
+
+HOOKS: dict[str, Callable[[Tensor, Tensor], None]] = {
+    "what it is given": lambda w, g: setattr(w, "sample", g),
+    "what it makes": lambda w, g: setattr(w, "sample", g * 2),
+    "in a dict of its own": lambda w, g: setattr(w, "samples", {"sample": g}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::remat.RematWarning")
+@pytest.mark.parametrize("name", HOOKS)
+def test_what_a_hook_keeps_of_a_backward_is_told(name: str) -> None:
+    """As libraries of gradients by example do, which put them beside their parameters."""
+    w = seeded(3, 3).requires_grad_()
+
+    def fun(x: Tensor) -> Tensor:
+        y = (x @ w).sin()
+        y.register_hook(functools.partial(HOOKS[name], w))
+        return y * 2
+
+    with pytest.raises(SideEffectError, match=r"`.*sample.*rerun"):
+        remat(fun)(seeded(2, 3))
+    assert all(each is None or each == {} for each in vars(w).values())
+    remat(fun, engine="auto")(seeded(2, 3)).sum().backward()
+    found = {**vars(w), **vars(w).get("samples", {})}["sample"]
+    assert (type(found), found.shape) == (Tensor, (2, 3))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
