@@ -7,6 +7,7 @@ graph, by what `_axis_rules` knows of the operators. Nothing runs.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
 import re
@@ -22,7 +23,7 @@ from remat._errors import MutationError, TileError, refusal
 from remat._graph import operators
 from remat._graph.joint import Joint, View
 from remat._graph.meta import TensorMeta, metas_in
-from remat._graph.values import Graph, Ref, Value, refs
+from remat._graph.values import Graph, Ref, Value, prune, refs
 from remat._torch import schemas, tracer
 from remat.layers._axis_rules import (
     Alike,
@@ -131,6 +132,17 @@ def _require_result(
     )
 
 
+def _forward_of(entry: Entry) -> Joint:
+    """A call's joint without its backward, whose cotangents stand among the operands.
+
+    Of how many layouts there are some depends on what was traced before.
+    """
+    joint = entry.stages.joint
+    graph = dataclasses.replace(joint.graph, outputs=joint.outputs)
+    graph = prune(graph, (), joint.num_operands)
+    return dataclasses.replace(joint, graph=graph, outputs=graph.outputs)
+
+
 def _require_same_steps(tile: Entry, other: Entry) -> None:
     """Refuses a function whose steps, captures or results depend on the length."""
     if tile.output.is_tensor != other.output.is_tensor:
@@ -140,9 +152,10 @@ def _require_same_steps(tile: Entry, other: Entry) -> None:
             what = "is a step for tiles of one size and none for those of another."
             raise _refuse(one or same, what)
     bases = [
-        [(view.output, view.operand) for view in entry.stages.joint.views]
-        + [entry.stages.joint.outputs, entry.labels]
+        [(view.output, view.operand) for view in joint.views]
+        + [joint.outputs, entry.labels]
         for entry in (tile, other)
+        for joint in [_forward_of(entry)]
     ]
     if bases[0] != bases[1]:
         what = "reads or returns other values for a tile of another size."
@@ -210,7 +223,7 @@ def _label(value: Value) -> str:
 
 def _forward(entry: Entry) -> list[Value]:
     """The steps of a forward, and of the views of its results."""
-    joint = entry.stages.joint
+    joint = _forward_of(entry)
     graphs = [joint.graph, *(each.path for each in joint.views if each.path)]
     return [
         value
@@ -261,7 +274,7 @@ def _results_of(
 
     `given` is what the tensors of the arguments have; those that it captures are alike.
     """
-    joint, other = tile.stages.joint, whole.stages.joint
+    joint, other = _forward_of(tile), _forward_of(whole)
     states = _follow(joint.graph, other.graph, given, lengths)
     found: list[Operand] = []
     values = zip(_returned(tile), _returned(whole), strict=True)
@@ -275,7 +288,7 @@ def _results_of(
 
 def _returned(entry: Entry) -> list[Value]:
     """Each tensor that a traced function returns."""
-    joint = entry.stages.joint
+    joint = _forward_of(entry)
     return [
         joint.graph.values[_base_of(view, joint)]
         if view.path is None

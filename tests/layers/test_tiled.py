@@ -396,3 +396,27 @@ def changes_buffers() -> nn.Module:
 def test_what_makes_no_sense_is_refused(make: Any, error: type[Exception], text: str):
     with pytest.raises(error, match=f"(?s){text}"):
         make()
+
+
+def _sine_and_squares(reduce: str) -> Any:
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        square = x.square()
+        return x.sin() * x, square.sum() if reduce == "sum" else square.mean()
+
+    return f
+
+
+def test_what_was_traced_before_changes_nothing() -> None:
+    """One trace may know cotangents of a layout more than another of the same function."""
+    first, second = "(tile s) n d -> (tile s) n d,", "b (tile s) d -> b (tile s) d,"
+    cases: list[tuple[str, tuple[int, ...], int, Any]] = [
+        (first, (2, 2, 2), 2, "sum"),
+        (first, (2, 2, 2), 10, "mean"),
+        (second, (2, 1, 2), 8, "mean"),
+        (first, (10, 2, 2), 7, "sum"),
+    ]
+    for pattern, shape, tiles, reduce in cases:
+        x, f = seeded(*shape), _sine_and_squares(reduce)
+        cut = tiled(f, pattern, tiles=tiles, reduce=reduce)
+        assert_close(cut(x), f(x))
+        assert_close(grads(cut, [x]), grads(f, [x]))
