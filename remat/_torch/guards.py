@@ -207,8 +207,11 @@ def thread_guard() -> Callable[[], bool]:
     same_state, levels, read = state_guard(), dual_levels, torch._C
     precision, flash = matmul_precision, read._get_flash_sdp_enabled
     efficient, math = read._get_mem_efficient_sdp_enabled, read._get_math_sdp_enabled
-    cudnn = read._get_cudnn_sdp_enabled
+    cudnn, products = read._get_cudnn_sdp_enabled, read._get_fp32_precision_getter
     was_precision, was_flash, was_efficient, was_math, was_cudnn = kernel_choices()
+    # The guard of the state knows "highest" from the rest, but not the rest apart, nor oneDNN's.
+    is_highest = was_precision == "highest"
+    was_in_onednn = products("mkldnn", "matmul")
     was_device, num_modes = default_device(), num_function_modes
     has_none = was_device is None
 
@@ -216,8 +219,8 @@ def thread_guard() -> Callable[[], bool]:
         return (
             levels._current_level < 0
             and same_state()
-            # The guard of the state knows "highest" from the rest, but not the rest apart.
-            and (was_precision == "highest" or precision() == was_precision)
+            and products("mkldnn", "matmul") == was_in_onednn
+            and (is_highest or precision() == was_precision)
             and flash() is was_flash
             and efficient() is was_efficient
             and math() is was_math

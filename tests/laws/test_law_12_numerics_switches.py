@@ -485,6 +485,21 @@ def test_precisions_that_have_no_common_name(
 
 @pytest.mark.contract
 @pytest.mark.usefixtures("unset_precisions")
+@pytest.mark.parametrize("place", range(3), ids=["all", "cuda", "mkldnn"])
+def test_a_precision_of_one_backend_makes_another_trace(place: int) -> None:
+    region, leaves = remat(lambda *leaves: mlp(*leaves)), arguments()
+    for _ in range(3):
+        region(*leaves)
+    before = region.cache_info().misses
+    with precision_of(place, "tf32"):
+        region(*leaves)
+    region(*leaves)
+
+    assert region.cache_info().misses == before + 1
+
+
+@pytest.mark.contract
+@pytest.mark.usefixtures("unset_precisions")
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 def test_a_precision_that_was_not_set_is_not_set_afterwards(engine: str) -> None:
     """Its backend follows the general one, before a region as after it."""
