@@ -377,6 +377,8 @@ class Planner:
         fingerprint: of the call's forward.
         wanted: for each tensor among its arguments whether it has a gradient: of equal forwards,
             that of a model's first block may have none, and so another backward.
+        devices: the kind of device of each operand: storages and times differ with it, and
+            fingerprints do not.
     """
 
     def __init__(
@@ -393,6 +395,7 @@ class Planner:
         self._policy, self._solver = policy, solver
         self.fingerprint = fingerprint(self._analysis)
         self.wanted = trees.wants_gradients((args, kwargs))
+        self.devices = tuple(meta.device.type for meta in self._operands)
 
     @functools.cached_property
     def _unit(self) -> Costs:
@@ -400,7 +403,7 @@ class Planner:
 
     @functools.cached_property
     def _model(self) -> budgets.Model:
-        return budgets.model_of(self._analysis, self._policy.storages, self._unit)
+        return budgets.model_for(self._analysis, self._policy)
 
     def plan(self, budget: Budget) -> Plan:
         """What the call saves within a budget, which allows what the planner's own does."""

@@ -81,7 +81,7 @@ class Shares:
         first: dict[Any, int] = {}
         # For each call the first that is equal.
         self._equal = [
-            first.setdefault((p.wanted, p.fingerprint), k)
+            first.setdefault((p.wanted, p.devices, p.fingerprint), k)
             for k, p in enumerate(planners)
         ]
         units: dict[Hashable, list[int]] = {}

@@ -100,7 +100,8 @@ def budget(
     caller, and are held under every policy.
 
     The choice is made once for each trace, over the whole program, with the default
-    solver of `plan`, which shows the choice and has other options. It is within a certified gap of the optimum, but not always optimal.
+    solver of `plan`, which shows the choice and has other options. It is within a certified
+    gap of the optimum, but not always optimal.
 
     Laws: the bytes held never exceed the budget, nor the predicted peak `peak`; a larger
     budget never costs more.

@@ -487,7 +487,10 @@ def test_precisions_that_have_no_common_name(
 @pytest.mark.usefixtures("unset_precisions")
 @pytest.mark.parametrize("place", range(3), ids=["all", "cuda", "mkldnn"])
 def test_a_precision_of_one_backend_makes_another_trace(place: int) -> None:
-    region, leaves = remat(lambda *leaves: mlp(*leaves)), arguments()
+    def fun(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return mlp(x, w1, w2)
+
+    region, leaves = remat(fun), arguments()
     for _ in range(3):
         region(*leaves)
     before = region.cache_info().misses

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import PolicyError, fit, modules, plan, policies, remat
+from remat import PolicyError, fit, modules, plan, policies, remat, storage
 from remat._graph.values import Graph, Value
 from remat._partition import costs
+from remat._plans.plan import Planner
+from remat._plans.shares import Shares
 from tests.support import seeded
 
 ONE = 8 * 8 * 8  # bytes of each value
@@ -138,3 +140,22 @@ def test_it_prints_what_makes_it() -> None:
 
     assert repr(policy) == "budget(512, costs='measured')"
     assert policy != policies.budget(512)
+
+
+def test_equal_programs_on_other_devices_are_planned_apart() -> None:
+    """What waits on the CPU already is kept there; elsewhere it is moved, which costs."""
+    allow = policies.everything_saveable.stored(storage.Offload(pin=False))
+    policy: Any = policies.budget(2**20, allow)
+    here = leaves()
+    there = [
+        each.detach().to("meta").requires_grad_(each.requires_grad) for each in here
+    ]
+    planners = [
+        Planner(remat(block), tuple(args), {}, policy) for args in (here, there)
+    ]
+
+    apart = [Shares([each]).whole[0].recompute_cost for each in planners]
+    together = [each.recompute_cost for each in Shares(planners).whole]
+
+    assert together == apart
+    assert apart[0] != apart[1]
