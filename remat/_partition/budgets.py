@@ -21,7 +21,14 @@ from remat._graph.flops import step_flops
 from remat._graph.meta import TensorMeta, metas_in
 from remat._partition import free_memory
 from remat._partition.analysis import Analysis, Decisions, bytes_of
-from remat._partition.costs import Costs, costs_of, is_free
+from remat._partition.costs import (
+    Costs,
+    Workspace,
+    costs_of,
+    is_free,
+    known_workspace,
+    workspace_of,
+)
 from remat._partition.cut import Cut, cut, permitted_members, product_of, starts
 from remat._partition.peak import Peaks, peaks_of
 from remat.planners import Option, Problem, Solution, Step, solve_cut
@@ -46,11 +53,19 @@ class Item:
 @final
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A joint graph as a planner sees it; `items` are those of the problem, in order."""
+    """A joint graph as a planner sees it.
+
+    Attributes:
+        analysis: the joint graph.
+        items: those of the problem, in order.
+        problem: what a planner solves.
+        workspace: what kernels hold inside.
+    """
 
     analysis: Analysis
     items: tuple[Item, ...]
     problem: Problem
+    workspace: Workspace = known_workspace
 
     def decisions(self, choice: Sequence[int | None]) -> Decisions:
         """A planner's choice as a policy's answers."""
@@ -92,12 +107,14 @@ class Model:
             outcome.saved_bytes,
             sum(restored),
             frees=all(each.keeps for each in storages),
+            workspace=self.workspace,
         )
 
 
 def model_for(analysis: Analysis, budget: Budget) -> Model:
     """The planner's problem, with the ways to wait and the costs of a budget."""
-    return model_of(analysis, budget.storages, unit_of(analysis, budget))
+    model = model_of(analysis, budget.storages, unit_of(analysis, budget))
+    return dataclasses.replace(model, workspace=workspace_of(budget.costs))
 
 
 def unit_of(analysis: Analysis, budget: Budget) -> Costs:

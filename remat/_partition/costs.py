@@ -1,4 +1,4 @@
-"""What the steps of a graph cost: FLOPs and bytes moved, or time.
+"""What the steps of a graph cost: FLOPs and bytes moved, or time; and what kernels hold inside.
 
 By the roofline model (Williams, Waterman and Patterson, 2009) a step takes as long as its
 arithmetic or its traffic, whichever is longer. Without knowing the machine, a byte moved is
@@ -8,10 +8,11 @@ comes beside them by what it reads and writes.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,15 +24,19 @@ from remat._graph import operators
 from remat._graph.flops import step_flops
 from remat._graph.meta import TensorMeta, metas_in
 from remat._graph.values import Graph, Value, refs, replace_refs
-from remat._torch import isolation
+from remat._torch import allocator, isolation
 from remat._torch.taking_functions import Applied
 
 Costs = Callable[[Graph, int], int]
 """From a step of a graph to its cost, a whole number of some unit."""
 
+Workspace = Callable[[Value, Sequence[Value]], int]
+"""From a value, and all that it may refer to, to the bytes that its kernel holds beside it."""
+
 _ROUNDS = 5
-_KEPT = 4096  # how many times are remembered
+_KEPT = 4096  # how many times, and how many workspaces, are remembered
 _times_ns: dict[str, int] = {}
+_workspaces: dict[str, int] = {}
 
 
 def is_free(value: Value) -> bool:
@@ -53,6 +58,16 @@ def by_flops(graph: Graph, index: int) -> int:
     metas = [*(graph.values[use].meta for use in read), value.meta]
     tensors = [each for meta in metas for each in metas_in(meta)]
     return step_flops(graph, value) + sum(each.once.size_bytes for each in tensors)
+
+
+def known_workspace(value: Value, values: Sequence[Value] = ()) -> int:
+    """The bytes that are known without running anything: those of draws from keys."""
+    return operators.workspace_bytes(value.op, value.args, value.meta)
+
+
+def workspace_of(name: str) -> Workspace:
+    """What kernels hold beside their results, as the costs "flops" or "measured" know it."""
+    return _measured_workspace if name == "measured" else known_workspace
 
 
 def costs_of(name: str, metas: Iterable[TensorMeta]) -> Costs:
@@ -79,19 +94,35 @@ def _measured(metas: Iterable[TensorMeta]) -> Costs:
         value = graph.values[index]
         if is_free(value):
             return 0
-        metas = replace_refs(
-            (value.args, value.kwargs), lambda use: graph.values[use].meta
-        )
         if isinstance(value.op, Applied) and value.op.loops:
             raise _endless(value)
-        key = f"{value.op}{metas}"
-        if key not in _times_ns:
-            if len(_times_ns) == _KEPT:
-                _times_ns.clear()
-            _times_ns[key] = _time_ns(graph, value)
-        return _times_ns[key]
+        return _once(_times_ns, _time_ns, value, graph.values)
 
     return cost
+
+
+def _once(
+    kept: dict[str, int],
+    measure: Callable[[Value, Sequence[Value]], int],
+    value: Value,
+    values: Sequence[Value],
+) -> int:
+    """What a kernel is measured to take, once for equal operators on equal sizes."""
+    metas = replace_refs((value.args, value.kwargs), lambda use: values[use].meta)
+    key = f"{value.op}{metas}"
+    if key not in kept:
+        if len(kept) == _KEPT:
+            kept.clear()
+        kept[key] = measure(value, values)
+    return kept[key]
+
+
+def _measured_workspace(value: Value, values: Sequence[Value] = ()) -> int:
+    """What an operator of torch's takes from the allocator on tensors of these sizes."""
+    is_torchs = operators.full_name(value.op).startswith("aten::")
+    if is_free(value) or not is_torchs or operators.is_mutable(value.op):
+        return known_workspace(value)
+    return _once(_workspaces, _workspace_bytes, value, values)
 
 
 def _endless(value: Value) -> PolicyError:
@@ -104,25 +135,47 @@ def _endless(value: Value) -> PolicyError:
     )
 
 
-def _time_ns(graph: Graph, value: Value) -> int:
+def _time_ns(value: Value, values: Sequence[Value]) -> int:
+    devices = {meta.device for meta in metas_in(value.meta)}
+    rounds: list[int] = []
+    with _on_zeros(value, values) as run:
+        for _ in range(_ROUNDS):
+            finish_work(devices)
+            started = time.perf_counter_ns()
+            run()
+            finish_work(devices)
+            rounds.append(time.perf_counter_ns() - started)
+    return max(1, round(statistics.median(rounds)))
+
+
+def _workspace_bytes(value: Value, values: Sequence[Value]) -> int:
+    if allocator.is_profiled():
+        raise refusal(
+            PolicyError,
+            where='a peak with costs="measured"',
+            what="was asked for while a profiler runs.",
+            why="What kernels hold inside is read from torch's profiler.",
+            do='Plan before it starts, or pass costs="flops".',
+        )
+    metas = metas_in(value.meta)
+    with _on_zeros(value, values) as run:
+        most = allocator.most_allocated(run, metas[0].device) if metas else 0
+    return max(0, most - sum(meta.size_bytes for meta in metas))
+
+
+@contextlib.contextmanager
+def _on_zeros(value: Value, values: Sequence[Value]) -> Generator[Callable[[], object]]:
+    """A run of an operator on zeros, which are indices and numbers alike."""
     op: Any = value.op
     drawn = {meta.device for meta in metas_in(value.meta)}
-    rounds: list[int] = []
 
     def zeros(use: int) -> Tensor:
-        """What a step is timed with, indices and numbers alike."""
-        (meta,) = metas_in(graph.values[use].meta)
+        (meta,) = metas_in(values[use].meta)
         return meta.empty().zero_()
 
     with device_states.put_back(drawn), isolation.isolated(), torch.no_grad():
         args, kwargs = replace_refs((value.args, value.kwargs), zeros)
-        for _ in range(_ROUNDS):
-            finish_work(drawn)
-            started = time.perf_counter_ns()
-            op(*args, **dict(kwargs))
-            finish_work(drawn)
-            rounds.append(time.perf_counter_ns() - started)
-    return max(1, round(statistics.median(rounds)))
+        yield lambda: op(*args, **dict(kwargs))
 
 
 def finish_work(devices: Iterable[torch.device]) -> None:

@@ -2,7 +2,8 @@
 
 Both programs are walked step by step, as they will run: a step allocates storages, and a
 storage is freed after its last use. The results of operators count. Arguments belong to the
-caller and do not. Of memory inside one kernel, that of draws from keys is known.
+caller and do not. Of memory inside one kernel, that of draws from keys is known, and all of it
+where kernels are measured.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, last_uses, roots
 from remat._partition.analysis import bytes_of
+from remat._partition.costs import Workspace, known_workspace
 from remat._partition.cut import Cut, backward_graph, forward_graph, unique_outputs
 
 _Storage = tuple[int, int]
@@ -48,13 +50,19 @@ class Peaks:
 
 
 def peaks_of(
-    joint: Joint, found: Cut, held_bytes: int, restored_bytes: int, *, frees: bool
+    joint: Joint,
+    found: Cut,
+    held_bytes: int,
+    restored_bytes: int,
+    *,
+    frees: bool,
+    workspace: Workspace = known_workspace,
 ) -> Peaks:
     """The peaks of a call under `.backward()`, with `held_bytes` between its two halves.
 
     `restored_bytes` are what comes back before the backward begins, beside what waited.
     `frees` says whether the backward lets go of each saved value after its last use, as it
-    does where all wait as they are.
+    does where all wait as they are. `workspace` says what kernels hold inside.
     """
     forward, _ = forward_graph(joint, found.saved)
     backward = backward_graph(joint, found, found.saved, joint.gradients)
@@ -66,15 +74,17 @@ def peaks_of(
         if frees and index not in handed_out
     }
     return Peaks(
-        peak_of_run(forward),
-        held_bytes + restored_bytes + peak_of_run(unique, freed),
+        peak_of_run(forward, workspace=workspace),
+        held_bytes + restored_bytes + peak_of_run(unique, freed, workspace),
         bytes_of(joint.graph, handed_out.intersection(found.saved)),
         bytes_of(joint.graph, handed_out.difference(found.saved)),
     )
 
 
 def peak_of_run(
-    graph: Graph, freed_inputs: Mapping[int, int] = MappingProxyType({})
+    graph: Graph,
+    freed_inputs: Mapping[int, int] = MappingProxyType({}),
+    workspace: Workspace = known_workspace,
 ) -> int:
     """The most bytes of storages that a program made and that live at one time.
 
@@ -90,7 +100,7 @@ def peak_of_run(
             new = [] if value.op is None else [each for each in made if not uses[each]]
             live += sum(_size(graph, each) for each in new)
             uses.update(made)
-            inside = operators.workspace_bytes(value.op, value.args, value.meta)
+            inside = workspace(value, graph.values)
             if value.is_redraw and value.state is not None:
                 # The generator's own, and what is there when it is put back.
                 inside += 2 * _size(graph, (value.state.index, 0))

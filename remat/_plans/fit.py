@@ -13,6 +13,7 @@ from torch import Tensor
 from remat._calls.decorated import DecoratedFunction
 from remat._errors import refusal
 from remat._partition.budgets import peak_limit
+from remat._partition.costs import known_workspace
 from remat._plans.plan import Plan, Planner
 from remat._plans.recording import (
     Optimizer,
@@ -153,7 +154,7 @@ def fit(
     bound = as_budget(budget(allow=allow, peak=peak), None, _WHERE, costs)
 
     def fitted(*args: Any, **kwargs: Any) -> Fit:
-        recording, calls = _recorded(step, args, kwargs, optimizer)
+        recording, calls = _recorded(step, args, kwargs, optimizer, bound.costs)
         regions = [each for each, _, _ in calls]
         names = [f"{_name(each)} #{place}" for place, each in enumerate(regions)]
         shares = Shares(
@@ -194,6 +195,7 @@ def _recorded(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     optimizer: Optimizer,
+    costs: str,
 ) -> tuple[Recording, list[_Call]]:
     """What a step does, and the regions that it calls, in order."""
     own = trees.tensor_leaves(args[:1])
@@ -223,12 +225,12 @@ def _recorded(
 
         calls: list[_Call] = []
         # In a run of its own: what is kept of the arguments would be counted.
-        run(Recorder(leaves), calls)
+        run(Recorder(leaves, known_workspace), calls)
         if not calls:
             raise _without_regions()
         fakes = {id(real): each for real, each in zip(own, parameters, strict=True)}
         made = optimizer_on(optimizer, fakes, "fit(optimizer=...)")
-        found = record(run, leaves, parameters, (args[1:], kwargs), made)
+        found = record(run, leaves, parameters, (args[1:], kwargs), made, costs)
     return found, calls
 
 

@@ -330,7 +330,8 @@ def plan(
             about a second for a thousand values; or "milp", an integer program, which
             is exact if it ends within a minute.
         costs: "flops", FLOPs plus bytes moved of each operator; or "measured", the time
-            that each takes on tensors of these sizes here, in nanoseconds.
+            that each takes on tensors of these sizes here, in nanoseconds. Peaks then have in
+            them what kernels hold inside, which torch's profiler tells.
 
     Returns:
         A callable that takes the call's arguments and returns the plan.
@@ -340,7 +341,7 @@ def plan(
             or if nothing fits into free memory; the message names the smallest budget
             that works.
         PolicyError: `budget` is neither a size nor a budget; or `costs="measured"` and the
-            arguments have no data.
+            arguments have no data, or a profiler runs.
         ValueError: `solver` or `costs` has a value that it cannot have.
 
     Example:

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from remat._errors import TraceError, refusal
-from remat._graph import operators
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Ref, Value
+from remat._partition.costs import Workspace, workspace_of
 from remat._torch import autograd, fakes, isolation, levels, modes, trees
 from remat.policies._sizes import parse_size
 
@@ -78,9 +80,10 @@ class Recording:
 class _LiveBytes(modes.DispatchMode):
     """Counts the bytes of the storages that operators make, of tensors without data, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, workspace: Workspace) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self._workspace = workspace
         self.is_paused = False
         self._sizes: dict[_Key, int] = {}
 
@@ -91,7 +94,7 @@ class _LiveBytes(modes.DispatchMode):
         for tensor in trees.tensor_leaves(result):
             self._count(tensor, is_new=not self.is_paused)
         if not self.is_paused:
-            inside = operators.workspace_bytes(op, args, result)
+            inside = self._workspace(*_as_values(op, args, kwargs, result))
             self.peak = max(self.peak, self.now + inside)
         return result
 
@@ -107,13 +110,29 @@ class _LiveBytes(modes.DispatchMode):
         self.now -= self._sizes.pop(key)
 
 
+def _as_values(
+    op: Any, args: Any, kwargs: Any, result: Any
+) -> tuple[Value, list[Value]]:
+    """A call of an operator as a value of a graph, and those that it refers to."""
+    operands: list[Value] = []
+
+    def operand(tensor: Tensor) -> Any:
+        operands.append(Value(None, meta=TensorMeta.of(tensor)))
+        return Ref(len(operands) - 1)
+
+    args, kwargs = trees.map_tensors(operand, (args, kwargs))
+    metas = tuple(map(TensorMeta.of, trees.tensor_leaves(result)))
+    meta = metas[0] if len(metas) == 1 else metas
+    return Value(op, tuple(args), tuple(kwargs.items()), meta), operands
+
+
 @final
 class Recorder:
-    """Counts while a step runs; `call` stands in for a region."""
+    """Counts while a step runs; `call` stands in for a region, `workspace` knows kernels."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], workspace: Workspace) -> None:
         self.stretches: list[Stretch] = []
-        self.live = _LiveBytes()
+        self.live = _LiveBytes(workspace)
         self._parameters = parameters
         self._last = -1
         self._before = self._gradients = 0
@@ -253,6 +272,7 @@ def record(
     parameters: Iterable[Tensor],
     others: Any,
     optimizer: _Optimizer,
+    costs: str,
 ) -> Recording:
     """Runs a step on fake tensors, and its optimizer after it.
 
@@ -262,8 +282,9 @@ def record(
         parameters: all of them.
         others: a pytree of what else lives all the time.
         optimizer: as `optimizer_on` gives it.
+        costs: with "measured", what kernels hold inside is measured, too.
     """
-    recorder = Recorder(leaves)
+    recorder = Recorder(leaves, workspace_of(costs))
     with recorder.live:
         recorder.begin()
         # Of these alone: a tensor of the user's that the loss captures stays as it is.

@@ -189,7 +189,7 @@ def plan(
         for _, module in (named := blocks_of(model, where)):
             remove(module)
         calls = called(model, named, args, kwargs)
-        recording = step and step.recorded(model, calls, args, kwargs)
+        recording = step and step.recorded(model, calls, args, kwargs, bound.costs)
         chosen = _within(calls, bound, recording)
         for block, _ in named:
             places = [k for k, call in enumerate(calls) if call.name == block]

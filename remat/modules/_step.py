@@ -52,6 +52,7 @@ class Step:
         blocks: Sequence[BlockCall],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        costs: str,
     ) -> Recording:
         """What one step does, with stand-ins for the blocks."""
         own = dict(model.named_parameters()), dict(model.named_buffers())
@@ -76,6 +77,7 @@ class Step:
                 parameters.values(),
                 (buffers, args, kwargs),
                 optimizer_on(self.optimizer, fakes, "modules.Step(optimizer=...)"),
+                costs,
             )
 
 

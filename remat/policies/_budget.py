@@ -119,7 +119,8 @@ def budget(
             a function from the device to its free bytes, which "auto" then uses.
         costs: what as little as possible is recomputed of, as `plan` takes it. By "measured"
             operators run to be timed, once in a process, and choices differ with what they
-            take: processes that must choose alike count "flops".
+            take: processes that must choose alike count "flops". A peak then has in it what
+            kernels hold inside.
 
     Returns:
         The policy. It combines with no other one: `allow` says what it may save.

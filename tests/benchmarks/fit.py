@@ -1,11 +1,11 @@
 """Steps under a limit of their peak: `python -m tests.benchmarks fit`.
 
 The steps of twenty models are planned for limits between the lowest peak that is known and that
-of a step which saves everything; `modules.plan(peak=, step=)` plans modules, `fit` functions. The
-command fails where the tensors of a step take more than its limit, or a tenth less than was
-predicted, where a limit below the lowest is not refused, or where the best of fifty random
-configurations within the limit recomputes a tenth less. What the allocator counted beside
-tensors, inside kernels, is printed: no program shows it.
+of a step which saves everything; `modules.plan(peak=, step=)` plans modules, `fit` functions, by
+both kinds of costs. With "flops", what kernels hold inside is not known: the command fails where the
+tensors of a step take more than its limit, or a tenth less than was predicted; with "measured",
+where all that the allocator counts does. It also fails where a limit below the lowest is not
+refused, or where the best of fifty random configurations within the limit recomputes a tenth less.
 """
 
 import importlib
@@ -39,15 +39,21 @@ POOL = 24  # budgets of each region, of which configurations are drawn
 
 @dataclass(frozen=True)
 class Line:
-    """A model under a limit: bytes, and what is recomputed, in FLOPs and bytes moved."""
+    """A model under a limit: bytes, and what is recomputed, in the unit of its costs."""
 
     model: str
+    costs: str
     limit: int
     predicted: int
-    measured: int
+    tensors: int
     allocated: int
     cost: int
     drawn: int | None  # the least of random configurations, None where none fits
+
+    @property
+    def measured(self) -> int:
+        """What was to be predicted."""
+        return self.tensors if self.costs == "flops" else self.allocated
 
     @property
     def above(self) -> float:
@@ -116,7 +122,7 @@ class Case:
         torch.manual_seed(0)
         model = MODELS[name]()
         optimizer = torch.optim.AdamW(model.parameters)
-        low = _lowest(model, optimizer)
+        low = _lowest(model, optimizer, costs)
         with _searches() as seen:
             high = model.plan(1 << 40, optimizer, costs)[0]
         limits = sorted({int(low + part * (high - low)) for part in PARTS})
@@ -134,21 +140,21 @@ class Case:
         self.optimizer.zero_grad()
 
 
-def measured(name: str) -> Iterator[Line]:
+def measured(name: str, costs: str) -> Iterator[Line]:
     """A model under its limits."""
-    found = Case.of(name)
+    found = Case.of(name, costs)
     for limit in found.limits:
         predicted, cost = found.plan(limit)
         sizes = _bytes_of_step(found)
-        costs = [sum(p.recompute_cost for p in each) for each in found.drawn(limit)]
-        least = min(costs, default=None)
-        yield Line(name, limit, predicted, *sizes, cost, least)
+        drawn = [sum(p.recompute_cost for p in each) for each in found.drawn(limit)]
+        least = min(drawn, default=None)
+        yield Line(name, costs, limit, predicted, *sizes, cost, least)
 
 
-def _lowest(model: Model, optimizer: torch.optim.Optimizer) -> int:
+def _lowest(model: Model, optimizer: torch.optim.Optimizer, costs: str) -> int:
     """The lowest peak that can be kept, as it is said where nothing fits."""
     try:
-        model.plan(1, optimizer, "flops")
+        model.plan(1, optimizer, costs)
     except BudgetError as error:
         found = re.findall(r"Pass peak=(\d+)\.", str(error))
         return int(found[0])
@@ -222,14 +228,14 @@ def _bytes_of_step(case: Case) -> tuple[int, int]:
 
 
 TABLE = (
-    "| model | limit MiB | predicted MiB | tensors MiB | allocator MiB | above | cost | of the "
-    "best drawn |\n|---|--:|--:|--:|--:|--:|--:|--:|"
+    "| model | costs | limit MiB | predicted MiB | tensors MiB | allocator MiB | above | cost | of "
+    "the best drawn |\n|---|---|--:|--:|--:|--:|--:|--:|--:|"
 )
 
 
 def _shown(line: Line) -> str:
-    sizes = (line.limit, line.predicted, line.measured, line.allocated)
-    cells = [line.model, *(f"{size / 2**20:.3f}" for size in sizes)]
+    sizes = (line.limit, line.predicted, line.tensors, line.allocated)
+    cells = [line.model, line.costs, *(f"{size / 2**20:.3f}" for size in sizes)]
     drawn = (
         "none fits" if line.drawn is None else f"{line.drawn:.4g}, {line.dearer:+.1%}"
     )
@@ -245,12 +251,12 @@ def main(threads: int) -> int:
     print(heading())
     print(
         f"transformers {importlib.import_module('transformers').__version__}. Costs are "
-        "predicted, in FLOPs and bytes moved; nothing is timed.\n"
+        "predicted, in FLOPs and bytes moved, or nanoseconds of single operators.\n"
     )
     print(TABLE, flush=True)
     lines: list[Line] = []
-    for name in MODELS:
-        for line in measured(name):
+    for name, costs in itertools.product(MODELS, ("flops", "measured")):
+        for line in measured(name, costs):
             lines.append(line)
             print(_shown(line), flush=True)
     over = sum(line.measured > line.limit for line in lines)

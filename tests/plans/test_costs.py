@@ -1,6 +1,6 @@
 """`costs="measured"`: what is recomputed is what takes least time, wherever a budget is given."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import PolicyError, fit, modules, plan, policies, remat, storage
-from remat._graph.values import Graph, Value
+from remat._graph.values import Value
 from remat._partition import costs
 from remat._plans.plan import Planner
 from remat._plans.shares import Shares
@@ -21,7 +21,7 @@ ONE = 8 * 8 * 8  # bytes of each value
 def _slow_tanh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose tanh takes longer than its products."""
 
-    def times(_: Graph, value: Value) -> int:
+    def times(value: Value, _: Sequence[Value]) -> int:
         return 10**6 if value.op is torch.ops.aten.tanh.default else 10
 
     monkeypatch.setattr(costs, "_time_ns", times)
@@ -100,7 +100,7 @@ def test_equal_operators_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None
     """In a process: so a region repeats what its plan chose."""
     timed: list[object] = []
 
-    def times(_: Graph, value: Value) -> int:
+    def times(value: Value, _: Sequence[Value]) -> int:
         timed.append(value.op)
         return 10
 
