@@ -21,21 +21,14 @@ from typing import Any
 
 import numpy as np
 
+from remat._errors import BudgetError, refusal
 from remat.planners._network import Network
-from remat.planners._problem import (
-    Choice,
-    Option,
-    Outcome,
-    Problem,
-    Solution,
-    Tally,
-    require_feasible,
-)
+from remat.planners._problem import Choice, Option, Outcome, Problem, Solution, Tally
 from remat.planners._scipy import scipy
 
 _MOST_CUTS = 64
-_AROUND = 4  # states from which the budget is filled, on each side
-_SIZES = 12  # of values, which are left out in turn
+_STATES_AROUND = 4  # states from which the budget is filled, on each side
+_MOST_SIZES = 12  # of values, which are left out in turn
 _SMALL = 1024  # steps times items of networks that are cut again for each item
 
 _Move = tuple[int, int | None]
@@ -72,36 +65,33 @@ def solve_cut(
         >>> solve_cut(chain, 4)
         Solution(choice=(None, 0), saved_bytes=4, cost=5, lower_bound=5)
     """
-    require_feasible(problem, budget, where)
-    if math.prod(len(options) + 1 for options in problem.items) <= enumerate_up_to:
-        return _best_of_all(problem, budget)
-    left, right, bound = _bracket(problem, budget)
-    outcomes = [left]
-    if right is not None:
-        states = [*_exchanges(problem, left, right)]
-        outcomes += states
-        outcomes += _filled(problem, states, budget)
-        outcomes += _branched(problem, budget, left, right)
-    return _solution(_cheapest_of(outcomes, budget), bound)
-
-
-def _solution(outcome: Outcome, bound: int) -> Solution:
-    return Solution(
-        outcome.choice, outcome.saved_bytes, outcome.cost, min(bound, outcome.cost)
-    )
-
-
-def _cheapest_of(outcomes: list[Outcome], budget: int) -> Outcome:
+    if budget < problem.fixed_bytes:
+        raise refusal(
+            BudgetError,
+            where=where,
+            what=f"no choice of saved values fits {budget} bytes.",
+            why=f"{problem.fixed_bytes} bytes are held even if nothing is saved: "
+            "generator states from which the backward draws again, and copies of "
+            "buffers that the function changes.",
+            do=f"Allow at least {problem.fixed_bytes} bytes, the smallest budget that "
+            "can be met.",
+        )
+    ways = [(None, *range(len(options))) for options in problem.items]
+    if math.prod(map(len, ways)) <= enumerate_up_to:
+        outcomes = [problem.outcome(choice) for choice in itertools.product(*ways)]
+        bound = None  # the best of all is the optimum
+    else:
+        left, right, bound = _bracket(problem, budget)
+        outcomes = [left]
+        if right is not None:
+            states = [*_exchanges(problem, left, right)]
+            outcomes += states
+            outcomes += _filled(problem, states, budget)
+            outcomes += _branched(problem, budget, left, right)
     fitting = [each for each in outcomes if each.saved_bytes <= budget]
-    return min(fitting, key=lambda each: (each.cost, each.saved_bytes))
-
-
-def _best_of_all(problem: Problem, budget: int) -> Solution:
-    choices = itertools.product(
-        *((None, *range(len(options))) for options in problem.items)
-    )
-    best = _cheapest_of([problem.outcome(choice) for choice in choices], budget)
-    return _solution(best, best.cost)
+    best = min(fitting, key=lambda each: (each.cost, each.saved_bytes))
+    least = best.cost if bound is None else min(bound, best.cost)
+    return Solution(best.choice, best.saved_bytes, best.cost, least)
 
 
 def _bracket(problem: Problem, budget: int) -> tuple[Outcome, Outcome | None, int]:
@@ -124,22 +114,22 @@ def _bracket(problem: Problem, budget: int) -> tuple[Outcome, Outcome | None, in
         *choices, least_cost = network.cut(price)
         bound = max(bound, math.ceil(least_cost - price * free))
         most, least = map(problem.outcome, choices)
-        line = _priced(price, left)
-        if min(_priced(price, most), _priced(price, least)) >= line:
-            if _priced(price, most) == _priced(price, least) == line:
+        line = _cost_at_price(price, left)
+        if min(_cost_at_price(price, most), _cost_at_price(price, least)) >= line:
+            if _cost_at_price(price, most) == _cost_at_price(price, least) == line:
                 # The same ends, whatever budget in between has led here.
                 left = least if least.saved_bytes <= budget else left
                 right = most if most.saved_bytes > budget else right
             break
         for each in (most, least):
-            if _priced(price, each) < line:
+            if _cost_at_price(price, each) < line:
                 left, right = (
                     (each, right) if each.saved_bytes <= budget else (left, each)
                 )
     return left, right, bound
 
 
-def _priced(price: Fraction, outcome: Outcome) -> Fraction:
+def _cost_at_price(price: Fraction, outcome: Outcome) -> Fraction:
     return outcome.cost + price * outcome.saved_bytes
 
 
@@ -147,13 +137,13 @@ def _exchanges(problem: Problem, left: Outcome, right: Outcome) -> Iterator[Outc
     """From one choice to another, one part in which they differ after the other."""
     choice = list(left.choice)
     yield left
-    for part in _parts(problem, left.choice, right.choice):
+    for part in _differing_parts(problem, left.choice, right.choice):
         for item in part:
             choice[item] = right.choice[item]
         yield problem.outcome(choice)
 
 
-def _parts(problem: Problem, left: Choice, right: Choice) -> list[list[int]]:
+def _differing_parts(problem: Problem, left: Choice, right: Choice) -> list[list[int]]:
     """The items in which two choices differ, grouped by the steps that tie them."""
     runs = Tally(problem, left).running, Tally(problem, right).running
     differs = [
@@ -168,50 +158,38 @@ def _parts(problem: Problem, left: Choice, right: Choice) -> list[list[int]]:
             ties += [(place, use) for use in step.uses if differs[use]]
             if step.item is not None:
                 ties.append((place, first.setdefault(step.item, place)))
-    part_of = _components(ties, len(problem.steps))
+    heads, tails = np.array(ties, dtype=np.int64).reshape(-1, 2).T
+    ones: Any = np.ones(len(ties), dtype=np.int8)
+    count = len(problem.steps)
+    graph = scipy.sparse.coo_array((ones, (heads, tails)), shape=(count, count))
+    part_of = scipy.sparse.csgraph.connected_components(graph, directed=False)[1]
     parts: dict[int, list[int]] = {}
     for item, place in first.items():
         if left[item] != right[item]:
-            parts.setdefault(part_of[place], []).append(item)
+            parts.setdefault(int(part_of[place]), []).append(item)
     return list(parts.values())
-
-
-def _components(edges: Sequence[tuple[int, int]], num_nodes: int) -> list[int]:
-    """For each node the number of the connected part that it is in."""
-    heads, tails = np.array(edges, dtype=np.int64).reshape(-1, 2).T
-    ones: Any = np.ones(len(edges), dtype=np.int8)
-    graph = scipy.sparse.coo_array((ones, (heads, tails)), shape=(num_nodes, num_nodes))
-    return scipy.sparse.csgraph.connected_components(graph, directed=False)[1].tolist()
 
 
 def _branched(
     problem: Problem, budget: int, left: Outcome, right: Outcome
 ) -> Iterator[Outcome]:
     """The search repeated with one value forced out, or in; for small problems only."""
-    differing = [
-        item
-        for item, (one, other) in enumerate(zip(left.choice, right.choice, strict=True))
-        if one != other
-    ]
+    pairs = enumerate(zip(left.choice, right.choice, strict=True))
+    differing = [item for item, (one, other) in pairs if one != other]
     if len(problem.steps) * len(differing) > _SMALL:
         return
     for item in differing:
-        for option in (None, *range(len(problem.items[item]))):
-            branch = _settled(problem, item, option)
-            if branch.fixed_bytes <= budget:
-                found = list(_bracket(branch, budget)[0].choice)
-                found[item] = option
-                yield problem.outcome(found)
-
-
-def _settled(problem: Problem, item: int, option: int | None) -> Problem:
-    """The problem with the choice for one item fixed."""
-    options = () if option is None else (Option(0),)
-    items = (*problem.items[:item], options, *problem.items[item + 1 :])
-    held = 0 if option is None else problem.items[item][option].size_bytes
-    return dataclasses.replace(
-        problem, items=items, fixed_bytes=problem.fixed_bytes + held
-    )
+        options, items = problem.items[item], [*problem.items]
+        for option in (None, *range(len(options))):
+            held = problem.fixed_bytes
+            held += 0 if option is None else options[option].size_bytes
+            if held > budget:
+                continue
+            items[item] = () if option is None else (Option(0),)
+            branch = dataclasses.replace(problem, items=tuple(items), fixed_bytes=held)
+            found = [*_bracket(branch, budget)[0].choice]
+            found[item] = option
+            yield problem.outcome(found)
 
 
 def _filled(problem: Problem, states: list[Outcome], budget: int) -> Iterator[Outcome]:
@@ -226,15 +204,15 @@ def _filled(problem: Problem, states: list[Outcome], budget: int) -> Iterator[Ou
     low, high = states[below].saved_bytes, states[below + 1].saved_bytes
     every = range(len(problem.items))
     others = [k for k in every if states[0].choice[k] == states[-1].choice[k]]
-    for distance in range(_AROUND):
+    for distance in range(_STATES_AROUND):
         items = others if distance else every
         if distance <= below:
             start = states[below - distance]
             for some in _without_one_size(problem, items):
-                yield from _walk(problem, start, high, some, adds=True)
+                yield from _fill_one_by_one(problem, start, high, some, adds=True)
         if below + 1 + distance < len(states):
             start = states[below + 1 + distance]
-            yield from _walk(problem, start, low, items, adds=False)
+            yield from _fill_one_by_one(problem, start, low, items, adds=False)
 
 
 def _without_one_size(
@@ -243,12 +221,12 @@ def _without_one_size(
     """All items, and all but those of one size: the best ones may fit badly."""
     yield items
     sizes = Counter(problem.items[item] for item in items)
-    for size, count in sizes.most_common(_SIZES):
+    for size, count in sizes.most_common(_MOST_SIZES):
         if count < len(items):
             yield [item for item in items if problem.items[item] != size]
 
 
-def _walk(
+def _fill_one_by_one(
     problem: Problem, start: Outcome, limit: int, items: Sequence[int], *, adds: bool
 ) -> Iterator[Outcome]:
     """Adds the values that spare most a byte, or drops those that spare least."""
@@ -268,7 +246,7 @@ def _walk(
         for move in sorted(moves, key=lambda each: -rank[each]):
             if best is not None and rank[move] <= best[0]:
                 break
-            rank[move] = _worth(tally, move, limit, adds=adds)
+            rank[move] = _cost_saved_a_byte(tally, move, limit, adds=adds)
             if rank[move] > -math.inf and (best is None or rank[move] > best[0]):
                 best = rank[move], move
         if best is None:
@@ -278,7 +256,7 @@ def _walk(
         moves = [each for each in moves if rank[each] > -math.inf]
 
 
-def _worth(tally: Tally, move: _Move, limit: int, *, adds: bool) -> float:
+def _cost_saved_a_byte(tally: Tally, move: _Move, limit: int, *, adds: bool) -> float:
     """Cost saved per added byte; -inf for a move that saves nothing or does not fit."""
     size_bytes, cost = tally.saved_bytes, tally.cost
     before = tally.settle(*move)

@@ -84,38 +84,36 @@ class _IntegerProgram:
             for item, options in enumerate(problem.items)
             for k in range(len(options))
         ]
-        self._of_item: dict[int, list[int]] = {}
+        count = len(self._options)
+        columns_of: dict[int | None, list[int]] = {}
         for column, (item, _) in enumerate(self._options):
-            self._of_item.setdefault(item, []).append(column)
-        self._needs = self._constraints()
+            columns_of.setdefault(item, []).append(column)
 
-    def _constraints(self) -> Any:
-        """Each needed step is run or saved; rows of `matrix @ variables >= bound`."""
-        rows = [(self._covered(place), 1.0) for place in self.problem.wanted]
-        for place, step in enumerate(self.problem.steps):
-            for use in set(step.uses):
-                row = self._covered(use)
-                row[len(self._options) + place] = -1.0
-                rows.append((row, 0.0))
-        for columns in self._of_item.values():
-            rows.append((dict.fromkeys(columns, -1.0), -1.0))
+        def available(place: int) -> dict[int, float]:
+            """The variables of which one must be 1: the step is run, or its value saved."""
+            saved = columns_of.get(problem.steps[place].item, [])
+            return dict.fromkeys([*saved, count + place], 1.0)
+
+        # Rows of `matrix @ variables >= least`.
+        rows = [(available(place), 1.0) for place in problem.wanted]
+        for place, step in enumerate(problem.steps):
+            rows += [
+                (available(use) | {count + place: -1.0}, 0.0) for use in {*step.uses}
+            ]
+        rows += [
+            (dict.fromkeys(columns, -1.0), -1.0) for columns in columns_of.values()
+        ]
         entries = [
             (number, column, weight)
             for number, (row, _) in enumerate(rows)
             for column, weight in row.items()
         ]
         numbers, columns, weights = zip(*entries, strict=True)
-        width = len(self._options) + len(self.problem.steps)
         matrix: Any = scipy.sparse.csr_array(
-            (weights, (numbers, columns)), shape=(len(rows), width)
+            (weights, (numbers, columns)), shape=(len(rows), count + len(problem.steps))
         )
-        return scipy.optimize.LinearConstraint(matrix, lb=[least for _, least in rows])
-
-    def _covered(self, place: int) -> dict[int, float]:
-        """The variables of which one must be 1 for a value to be available."""
-        item = self.problem.steps[place].item
-        found = {} if item is None else dict.fromkeys(self._of_item.get(item, []), 1.0)
-        return found | {len(self._options) + place: 1.0}
+        least = [each for _, each in rows]
+        self._needs = scipy.optimize.LinearConstraint(matrix, lb=least)
 
     def solve(self, free: int, time_limit_s: float) -> tuple[Outcome | None, int]:
         """The best choice within so many bytes, and a bound; the bytes to rounding."""

@@ -15,7 +15,6 @@ is then a bound on the optimum, which it need not reach.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, final
 
@@ -41,32 +40,26 @@ class Network:
             step.item if step.item is not None and problem.items[step.item] else None
             for step in problem.steps
         ]
-        # The steps that may run: all that lead to what the backward needs.
-        runs = Tally(problem, problem.nothing).running
-        self.candidates = [place for place, each in enumerate(runs) if each]
-        self._node: dict[int, tuple[int, int]] = {}
-        self._lay_out()
-        self._edges = [*self._fixed_edges()]
-        # How many of the candidates make each item.
-        items = (self._items[place] for place in self.candidates)
+        # The nodes of each step that may run, as all that leads to what the backward needs:
+        # two for a step that can be avoided, else one.
+        self._nodes: dict[int, tuple[int, int]] = {}
+        self._num_nodes = 2
+        for place, runs in enumerate(Tally(problem, problem.nothing).running):
+            if runs:
+                last = self._num_nodes + (self._items[place] is not None)
+                self._nodes[place] = self._num_nodes, last
+                self._num_nodes = last + 1
+        first_of = {place: needed for place, (needed, _) in self._nodes.items()}
+        self._edges = [(_SOURCE, first_of[place]) for place in {*problem.wanted}]
+        self._edges += [
+            (run, first_of[use])
+            for place, (_, run) in self._nodes.items()
+            for use in {*problem.steps[place].uses}
+        ]
+        # How many of these steps make each item.
+        items = (self._items[place] for place in self._nodes)
         self._shares = Counter(item for item in items if item is not None)
-        self._sum = sum(problem.steps[place].cost for place in self.candidates)
-
-    def _lay_out(self) -> None:
-        """Numbers the nodes: two for a step that can be avoided, else one."""
-        count = 2
-        for place in self.candidates:
-            first, last = count, count + (self._items[place] is not None)
-            self._node[place] = first, last
-            count = last + 1
-        self.num_nodes = count
-
-    def _fixed_edges(self) -> Iterator[tuple[int, int]]:
-        for place in set(self.problem.wanted):
-            yield _SOURCE, self._node[place][0]
-        for place in self.candidates:
-            for use in set(self.problem.steps[place].uses):
-                yield self._node[place][1], self._node[use][0]
+        self._sum = sum(problem.steps[place].cost for place in self._nodes)
 
     def cut(self, price: Fraction) -> tuple[Choice, Choice, Fraction]:
         """The best choices at a price, in cost per byte, and a bound.
@@ -74,40 +67,33 @@ class Network:
         The first choice saves most, the second least. No choice has a lower cost plus
         price times bytes than the bound, fixed bytes left out.
         """
-        price_, unit = price.numerator, price.denominator
+        problem, price_, unit = self.problem, price.numerator, price.denominator
         total = max(1, self._sum * unit)
         scale = Fraction(min(total, _MOST), total)
-        picked = {
-            item: cheapest(self.problem.items[item], price_, unit)
-            for item in self._shares
-        }
+
+        def capacity(paid: int, share: int = 1) -> int:
+            # Rounded down, so that a cut remains a bound.
+            return min(int(Fraction(paid, share) * scale), _UNCUTTABLE)
+
+        picked = {k: cheapest(problem.items[k], price_, unit) for k in self._shares}
         edges = [(tail, head, _UNCUTTABLE) for tail, head in self._edges]
-        for place in self.candidates:
-            needed, run = self._node[place]
-            cost = self.problem.steps[place].cost
-            edges.append((run, _SINK, _in_units(cost * unit, scale)))
+        for place, (needed, run) in self._nodes.items():
+            edges.append((run, _SINK, capacity(problem.steps[place].cost * unit)))
             item = self._items[place]
             if item is not None:
-                option = self.problem.items[item][picked[item]]
+                option = problem.items[item][picked[item]]
                 paid = unit * option.cost + price_ * option.size_bytes
-                capacity = _in_units(Fraction(paid, self._shares[item]), scale)
-                edges.append((needed, run, capacity))
-        flow, first, last = _minimum_cuts(edges, self.num_nodes)
-        bound = Fraction(flow) / scale / unit + self.problem.base_cost
-        return self._choice(first, picked), self._choice(last, picked), bound
-
-    def _choice(self, side: Any, picked: dict[int, int]) -> Choice:
-        found: list[int | None] = [None] * len(self.problem.items)
-        for place, (needed, run) in self._node.items():
-            item = self._items[place]
-            if item is not None and side[needed] and not side[run]:
-                found[item] = picked[item]
-        return tuple(found)
-
-
-def _in_units(capacity: int | Fraction, scale: Fraction) -> int:
-    # Rounded down, so that a cut remains a bound.
-    return min(int(capacity * scale), _UNCUTTABLE)
+                edges.append((needed, run, capacity(paid, self._shares[item])))
+        flow, *sides = _minimum_cuts(edges, self._num_nodes)
+        choices: list[Choice] = []
+        for side in sides:
+            found: list[int | None] = [None] * len(problem.items)
+            for place, (needed, run) in self._nodes.items():
+                item = self._items[place]
+                if item is not None and side[needed] and not side[run]:
+                    found[item] = picked[item]
+            choices.append(tuple(found))
+        return choices[0], choices[1], Fraction(flow) / scale / unit + problem.base_cost
 
 
 def _minimum_cuts(

@@ -12,8 +12,6 @@ import functools
 from collections.abc import Sequence
 from typing import final
 
-from remat._errors import BudgetError, refusal
-
 _STEPS = 16  # between the budgets of a frontier
 
 Choice = tuple[int | None, ...]
@@ -99,27 +97,7 @@ class Problem:
 
     def outcome(self, choice: Sequence[int | None]) -> Outcome:
         """The outcome of a choice: the values that are read, bytes and cost."""
-        steps, items = self.steps, self.items
-        read: list[int | None] = [None] * len(items)
-        seen = bytearray(len(steps))
-        pending = list(self.wanted)
-        size_bytes, cost = self.fixed_bytes, self.base_cost
-        while pending:
-            place = pending.pop()
-            if seen[place]:
-                continue
-            seen[place] = 1
-            step = steps[place]
-            item = step.item
-            option = None if item is None else choice[item]
-            if item is None or option is None:
-                cost += step.cost
-                pending += step.uses
-            elif read[item] is None:
-                read[item] = option
-                size_bytes += items[item][option].size_bytes
-                cost += items[item][option].cost
-        return Outcome(tuple(read), size_bytes, cost)
+        return Tally(self, choice).outcome()
 
 
 @final
@@ -142,7 +120,7 @@ class Tally:
 
     def __init__(self, problem: Problem, choice: Sequence[int | None]) -> None:
         self._problem = problem
-        self._choice: list[int | None] = [None] * len(problem.items)
+        self._choice = [*choice]
         self._needs = [0] * len(problem.steps)
         self._readers = [0] * len(problem.items)
         self._steps_of: list[list[int]] = [[] for _ in problem.items]
@@ -150,9 +128,7 @@ class Tally:
             if step.item is not None:
                 self._steps_of[step.item].append(place)
         self.saved_bytes, self.cost = problem.fixed_bytes, problem.base_cost
-        self._move(list(problem.wanted), 1)
-        for item, option in enumerate(choice):
-            self.settle(item, option)
+        self._move([*problem.wanted], 1)
 
     def settle(self, item: int, option: int | None) -> int | None:
         """Saves an item in an option, or recomputes it; returns the previous choice."""
@@ -221,22 +197,6 @@ def cheapest(options: Sequence[Option], price: int, unit: int) -> int:
         return unit * cost + price * size_bytes, size_bytes, cost
 
     return min(range(len(options)), key=rank)
-
-
-def require_feasible(problem: Problem, budget: int, where: str) -> None:
-    """Raises BudgetError where no choice fits the budget."""
-    if budget >= problem.fixed_bytes:
-        return
-    raise refusal(
-        BudgetError,
-        where=where,
-        what=f"no choice of saved values fits {budget} bytes.",
-        why=f"{problem.fixed_bytes} bytes are held even if nothing is saved: "
-        "generator states from which the backward draws again, and copies of "
-        "buffers that the function changes.",
-        do=f"Allow at least {problem.fixed_bytes} bytes, the smallest budget that "
-        "can be met.",
-    )
 
 
 @final

@@ -59,8 +59,10 @@ class MultipleChoice:
             A number for each point; None where nothing is within the limits.
         """
         allowed = np.array(limits, dtype=float)
+        # The unit in which HiGHS is told each sum.
+        units = np.maximum(1.0, np.abs(self.loads).max(axis=1)) / 1e3
         for attempt in range(_TRIES):
-            taken = self._solved(allowed, soft, nodes)
+            taken = self._solved(allowed, units.copy(), soft, nodes)
             if taken is None:
                 return None
             over = np.maximum(self.loads @ taken - limits, 0)
@@ -69,17 +71,13 @@ class MultipleChoice:
             if not over.any():
                 return taken
             # HiGHS counts in floating point, and can be over by a part in a million.
-            least = self._units * 10.0 ** (attempt - 6)
+            least = units * 10.0 ** (attempt - 6)
             allowed -= np.where(over > 0, np.maximum(over, least), 0)
         return None
 
-    @property
-    def _units(self) -> Any:
-        """The unit in which HiGHS is told each sum."""
-        return np.maximum(1.0, np.abs(self.loads).max(axis=1)) / 1e3
-
-    def _solved(self, limits: Any, soft: int | None, nodes: int | None) -> Any | None:
-        unit = self._units
+    def _solved(
+        self, limits: Any, unit: Any, soft: int | None, nodes: int | None
+    ) -> Any | None:
         costs = np.append(self.costs / max(1.0, self.costs.max()), 0.0)
         # The last variable is by how much limits are exceeded.
         excess, most_excess = np.zeros(len(limits)), 0.0
@@ -110,7 +108,7 @@ class MultipleChoice:
             options={} if nodes is None else {"node_limit": nodes},
         )
         if result.x is None and result.status == _LIMIT_REACHED:
-            return self._solved(limits, soft, None)
+            return self._solved(limits, unit, soft, None)
         return None if result.x is None else np.rint(result.x[:-1]).astype(np.int64)
 
 
