@@ -79,13 +79,11 @@ class Budget(AbstractSchedule):
         parse_budget(self.size, f"Budget({self.size!r})", ScheduleError)
 
     def actions(self, stages: Sequence[Stage]) -> tuple[do.Action, ...]:
-        """See the base class."""
         if not stages:
             return ()
         # All records, and all states but the first.
         whole = sum(stage.record_bytes + stage.output_bytes for stage in stages)
-        where = f"Budget({self.size!r})"
-        size = parse_budget(self.size, where, ScheduleError)
+        size = parse_budget(self.size, f"Budget({self.size!r})", ScheduleError)
         limit = int(size * whole) if isinstance(size, float) else size
         if limit >= whole:
             return Every(len(stages)).actions(stages)
@@ -93,7 +91,7 @@ class Budget(AbstractSchedule):
         if limit < needed:
             raise refusal(
                 BudgetError,
-                where=f"{where}, which is {limit} bytes",
+                where=f"Budget({self.size!r}), which is {limit} bytes",
                 what="no schedule fits.",
                 why=f"The smallest feasible size is {needed} bytes ({show_size(needed)}).",
                 do=f"Give at least Budget({needed}), or split the largest stage in two.",
@@ -108,8 +106,8 @@ class Budget(AbstractSchedule):
         return min(fitting, key=lambda pair: pair[1].cost)[0]
 
 
+#: For the stages s .. t and a room: whether to record stage s, or which later state to keep.
 Choice = Callable[[int, int, int], int]
-#: The choice for stages s .. t: record stage s, or keep the state at a later one.
 _RECORD = 0
 
 
@@ -121,20 +119,17 @@ class _Stretch:
     start: int
     stop: int
     room: int
-    is_kept: bool
-    is_current: bool
+    is_kept: bool = False
 
 
 def _actions_of(choice: Choice, part: _Stretch, sizes: _Sizes) -> tuple[do.Action, ...]:
     actions: list[do.Action] = []
-    pending: list[_Stretch | do.Backward] = [part]
+    pending: list[_Stretch | do.Action] = [part]
     while pending:
         now = pending.pop()
-        if isinstance(now, do.Backward):
+        if not isinstance(now, _Stretch):
             actions.append(now)
             continue
-        if not now.is_current:
-            actions.append(do.Restore(now.start))
         start, stop, room = now.start, now.stop, now.room
         middle = choice(start, stop, room)
         if middle == _RECORD:
@@ -144,12 +139,13 @@ def _actions_of(choice: Choice, part: _Stretch, sizes: _Sizes) -> tuple[do.Actio
             pending.append(do.Backward(start))
             if start < stop:
                 room -= sizes.record[start] + sizes.state[start + 1]
-                pending.append(_Stretch(start + 1, stop, room, False, True))
+                pending.append(_Stretch(start + 1, stop, room))
             continue
         actions += [] if now.is_kept else [do.Snapshot(start)]
         actions += [do.Advance(start, middle), do.Snapshot(middle)]
-        pending.append(_Stretch(start, middle - 1, room, True, False))
-        pending.append(_Stretch(middle, stop, room - sizes.state[middle], True, True))
+        late = _Stretch(middle, stop, room - sizes.state[middle], is_kept=True)
+        early = _Stretch(start, middle - 1, room, is_kept=True)
+        pending += [early, do.Restore(start), late]
     return tuple(actions)
 
 
@@ -182,7 +178,7 @@ def _least_bytes(stages: Sequence[Stage]) -> tuple[int, tuple[do.Action, ...]]:
             late = sizes.state[middle] + found[middle, stop][0]
             options.append((max(late, found[start, middle - 1][0]), middle))
         found[start, stop] = min(options)
-    part = _Stretch(0, len(stages) - 1, found[0, len(stages) - 1][0], False, True)
+    part = _Stretch(0, len(stages) - 1, found[0, len(stages) - 1][0])
     return part.room, _actions_of(lambda s, t, _: found[s, t][1], part, sizes)
 
 
@@ -218,5 +214,5 @@ def _within_slots(
         costs[start, stop], choices[start, stop] = best, choice
     last = len(stages) - 1
     if np.isfinite(costs[0, last][slots]):
-        part = _Stretch(0, last, slots, False, True)
+        part = _Stretch(0, last, slots)
         yield _actions_of(lambda s, t, room: int(choices[s, t][room]), part, sizes)

@@ -6,7 +6,7 @@ segments to the user. The last segment is recorded in the sweep: its backward co
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -53,8 +53,18 @@ class Every(AbstractSchedule):
         require_count(self.k, f"Every(k={self.k!r})")
 
     def actions(self, stages: Sequence[Stage]) -> tuple[do.Action, ...]:
-        """See the base class."""
-        return tuple(_segment_actions(len(stages), self.k))
+        count = len(stages)
+        starts = range(0, count, self.k)
+        found: list[do.Action] = []
+        for start in starts[:-1]:
+            found += [do.Snapshot(start), do.Advance(start, start + self.k)]
+        for start in reversed(starts):
+            stop = min(start + self.k, count)
+            if stop < count:
+                found += [do.Restore(start), do.Drop(start)]
+            found += map(do.Record, range(start, stop))
+            found += map(do.Backward, reversed(range(start, stop)))
+        return tuple(found)
 
 
 @final
@@ -75,19 +85,4 @@ class Sqrt(AbstractSchedule):
     """
 
     def actions(self, stages: Sequence[Stage]) -> tuple[do.Action, ...]:
-        """See the base class."""
         return Every(math.isqrt(max(len(stages) - 1, 0)) + 1).actions(stages)
-
-
-def _segment_actions(count: int, size: int) -> Iterator[do.Action]:
-    starts = range(0, count, size)
-    for start in starts[:-1]:
-        yield do.Snapshot(start)
-        yield do.Advance(start, start + size)
-    for start in reversed(starts):
-        stop = min(start + size, count)
-        if stop < count:
-            yield do.Restore(start)
-            yield do.Drop(start)
-        yield from (do.Record(stage) for stage in range(start, stop))
-        yield from (do.Backward(stage) for stage in reversed(range(start, stop)))

@@ -38,19 +38,20 @@ class Ledger:
         Raises:
             ScheduleError: it cannot be done here.
         """
+        at = f"the current state is {self.current}"
         match action:
             case do.Advance(start, stop):
                 _require(start < stop, action, "it goes nowhere")
-                self._require_current(start, action)
+                _require(self.current == start, action, at)
                 self.current = stop
             case do.Record(stage):
-                self._require_current(stage, action)
+                _require(self.current == stage, action, at)
                 is_new = stage not in self.recorded
                 _require(is_new, action, f"stage {stage} is recorded already")
                 self.recorded.add(stage)
                 self.current = stage + 1
             case do.Snapshot(state):
-                self._require_current(state, action)
+                _require(self.current == state, action, at)
                 _require(state not in self.kept, action, "it is kept already")
                 self.kept.add(state)
             case do.Restore(state):
@@ -60,22 +61,15 @@ class Ledger:
                 _require(state in self.kept, action, "it is not kept")
                 self.kept.remove(state)
             case do.Backward(stage):
-                self._pull(stage, action)
-
-    def _pull(self, stage: int, action: do.Action) -> None:
-        if self.remaining is None:
-            # The first backward is that of the last stage.
-            self.remaining = self.current
-        is_next = self.remaining == stage + 1
-        _require(is_next, action, f"{self.remaining} stages remain to be pulled")
-        _require(stage in self.recorded, action, f"stage {stage} is not recorded")
-        self.recorded.remove(stage)
-        self.remaining = stage
-        self.current = None
-
-    def _require_current(self, state: int, action: do.Action) -> None:
-        is_here = self.current == state
-        _require(is_here, action, f"the current state is {self.current}")
+                # The first backward is that of the last stage.
+                left = self.current if self.remaining is None else self.remaining
+                _require(
+                    left == stage + 1, action, f"{left} stages remain to be pulled"
+                )
+                is_recorded = stage in self.recorded
+                _require(is_recorded, action, f"stage {stage} is not recorded")
+                self.recorded.remove(stage)
+                self.remaining, self.current = stage, None
 
 
 def _require(holds: bool, action: do.Action | None, why: str) -> None:

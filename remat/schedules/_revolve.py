@@ -11,7 +11,7 @@ stage is advanced over more than r times (their Theorem 1 and Proposition 1).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -54,62 +54,44 @@ class Revolve(AbstractSchedule):
         require_count(self.snapshots, f"Revolve(snapshots={self.snapshots!r})")
 
     def actions(self, stages: Sequence[Stage]) -> tuple[do.Action, ...]:
-        """See the base class."""
         if not stages:
             return ()
-        return (do.Snapshot(0), *reverse(0, len(stages), self.snapshots))
+        found: list[do.Action] = [do.Snapshot(0)]
+        current: int | None = 0
+        # Some stages with the snapshots that they may have, their first state kept. A list in
+        # place of recursion, whose depth would be the number of snapshots.
+        pending = [(0, len(stages), self.snapshots)]
+        while pending:
+            first, last, spare = pending.pop()
+            if current != first:
+                found.append(do.Restore(first))
+            current = None
+            if last - first == 1:
+                found += [do.Drop(first), do.Record(first), do.Backward(first)]
+            elif spare == 1:
+                found.append(do.Advance(first, last - 1))
+                found += [do.Record(last - 1), do.Backward(last - 1)]
+                pending.append((first, last - 1, 1))
+            else:
+                current = first + _advance_before_snapshot(last - first, spare)
+                found += [do.Advance(first, current), do.Snapshot(current)]
+                pending += [(first, current, spare), (current, last, spare - 1)]
+        return tuple(found)
 
 
-def beta(snapshots: int, repeats: int) -> int:
-    """The most stages that can be reversed if none runs ahead more than r times."""
-    return math.comb(snapshots + repeats, repeats)
-
-
-def repeats_of(count: int, snapshots: int) -> int:
-    """The least r with beta(snapshots, r) >= count."""
-    repeats = 0
-    while beta(snapshots, repeats) < count:
-        repeats += 1
-    return repeats
-
-
-def split_of(count: int, snapshots: int) -> int:
+def _advance_before_snapshot(count: int, snapshots: int) -> int:
     """How far to advance before the next snapshot, where stages and snapshots are several.
 
     With r as above, any m is optimal for which the first m stages need no more than r - 1
     more repeats and the others, with a snapshot less, no more than r and no less than
     r - 1: beta(s, r-2) <= m <= beta(s, r-1), and the same for the rest.
     """
-    repeats = repeats_of(count, snapshots)
+
+    def beta(snapshots: int, repeats: int) -> int:
+        return math.comb(snapshots + repeats, repeats)
+
+    repeats = 0
+    while beta(snapshots, repeats) < count:
+        repeats += 1
     most = count - beta(snapshots - 1, repeats - 1)
     return min(beta(snapshots, repeats - 1), most)
-
-
-def reverse(start: int, stop: int, snapshots: int) -> Iterator[do.Action]:
-    """Pulls back the stages from state `start`, which is kept and, at first, current.
-
-    The last stage makes state `stop`; `snapshots` states may be kept, the first counted.
-    """
-    # Each entry waits with its first state kept; the stack replaces recursion, whose depth
-    # would be the number of snapshots.
-    pending = [(start, stop, snapshots)]
-    current: int | None = start
-    while pending:
-        first, last, spare = pending.pop()
-        if current != first:
-            yield do.Restore(first)
-        if last - first == 1:
-            yield do.Drop(first)
-            yield from (do.Record(first), do.Backward(first))
-            current = None
-            continue
-        if spare == 1:
-            yield do.Advance(first, last - 1)
-            yield from (do.Record(last - 1), do.Backward(last - 1))
-            pending.append((first, last - 1, 1))
-            current = None
-            continue
-        middle = first + split_of(last - first, spare)
-        yield from (do.Advance(first, middle), do.Snapshot(middle))
-        pending += [(first, middle, spare), (middle, last, spare - 1)]
-        current = middle
