@@ -83,14 +83,14 @@ def as_policy(policy: object, where: str = "policy") -> AbstractPolicy:
 def _policy_of(candidate: object, where: str) -> AbstractPolicy:
     if isinstance(candidate, AbstractPolicy):
         return candidate
-    why, do = _diagnose(candidate)
+    why, do = _diagnose_policy(candidate)
     if not why:
         return FromCallable(cast("Callable[[Value], bool]", candidate))
     what = f"got {_shown_policy(candidate)}."
     raise refusal(PolicyError, where=where, what=what, why=why, do=do)
 
 
-def _diagnose(candidate: object) -> tuple[str, str]:
+def _diagnose_policy(candidate: object) -> tuple[str, str]:
     """Returns why this is not a function of a value, and what to do; or two blanks."""
     name = _shown_policy(candidate)
     match candidate:
@@ -124,7 +124,7 @@ def _diagnose(candidate: object) -> tuple[str, str]:
         case _ if not callable(candidate):
             why = "It cannot be called, and a policy is a function of a value."
             do = "Pass a policy of `policies`, a function of a value, or None."
-        case _ if not _takes_one(cast("Callable[..., Any]", candidate)):
+        case _ if not _takes_one_value(cast("Callable[..., Any]", candidate)):
             why = "A policy is called with one `Value` and nothing else."
             do = (
                 "Write it as `def policy(value)`, of `value.op`, `value.names`, "
@@ -153,7 +153,7 @@ def _makes_policies(candidate: object) -> bool:
     return kind == AbstractPolicy.__name__  # under `from __future__ import annotations`
 
 
-def _takes_one(candidate: Callable[..., Any]) -> bool:
+def _takes_one_value(candidate: Callable[..., Any]) -> bool:
     """Whether what is passed as a policy can be called with a value alone, if that can be told."""
     try:
         signature = inspect.signature(candidate)

@@ -50,7 +50,6 @@ class Budget(WholeProgram):
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """The globs of what is allowed."""
         return () if self.allow is None else self.allow.globs
 
     def storages(self, value: Value) -> tuple[AbstractStorage, ...]:
@@ -61,8 +60,7 @@ class Budget(WholeProgram):
         """
         if self.allow is None:
             return (Keep(),)
-        allow: Any = self.allow
-        answer: Any = allow(value)
+        answer: Any = cast("Any", self.allow)(value)
         if isinstance(answer, AbstractStorage):
             return (answer,)
         if isinstance(answer, (tuple, list)) and answer:
@@ -154,7 +152,7 @@ def budget(
             do="Pass a policy that decides about single values.",
         )
     permitted = None if allow is None else as_policy(allow, where)
-    return as_budget(_made_budget(size, permitted, peak), None, where, costs)
+    return as_budget(_budget_of_sizes(size, permitted, peak), None, where, costs)
 
 
 def as_budget(budget: Any, peak: Any, where: str, costs: str = "flops") -> Budget:
@@ -175,10 +173,10 @@ def as_budget(budget: Any, peak: Any, where: str, costs: str = "flops") -> Budge
             why="A plan is made for a number of bytes.",
             do="Pass `policies.budget(size, allow=policy)`.",
         )
-    return _made_budget(budget, None, peak)
+    return _budget_of_sizes(budget, None, peak)
 
 
-def _made_budget(size: Any, allow: AbstractPolicy | None, peak: Any) -> Budget:
+def _budget_of_sizes(size: Any, allow: AbstractPolicy | None, peak: Any) -> Budget:
     if size is None and peak is None:
         raise refusal(
             PolicyError,

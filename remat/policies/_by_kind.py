@@ -19,20 +19,16 @@ from remat.storage import AbstractStorage
 _BATCHED = frozenset(
     {"bmm", "baddbmm", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
 )
-_OF_MATRICES = (
+_UNBATCHED = (
     "mm addmm addbmm linear matmul _addmm_activation _int_mm _scaled_mm _scaled_mm_v2 "
     "_weight_int8pack_mm _weight_int4pack_mm _sparse_mm _sparse_semi_structured_linear "
-    "mkldnn_linear mkldnn._linear_pointwise"
-)
-_WITH_A_VECTOR = "mv addmv dot vdot"  # as JAX's dot_general counts too
-_CONVOLUTIONS = (
+    "mkldnn_linear mkldnn._linear_pointwise "
+    "mv addmv dot vdot "  # as JAX's dot_general counts too
     "convolution convolution_overrideable _convolution cudnn_convolution "
     "cudnn_convolution_transpose miopen_convolution mkldnn_convolution "
     "mkldnn._convolution_pointwise"
 )
-_MATMULS = _BATCHED.union(
-    _OF_MATRICES.split(), _WITH_A_VECTOR.split(), _CONVOLUTIONS.split()
-)
+_MATMULS = _BATCHED.union(_UNBATCHED.split())
 _ATTENTION_FUNCTIONS = frozenset({"scaled_dot_product_attention", "flex_attention"})
 _ATTENTION_OPERATORS = [
     "_flash_attention_forward",

@@ -26,13 +26,7 @@ from remat.storage import AbstractStorage, Keep
 @final
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor that an operator took, as a policy sees it.
-
-    Args:
-        shape: the sizes of its dimensions.
-        dtype: its dtype.
-        device: where it is.
-    """
+    """A tensor that an operator took, as a policy sees it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -164,10 +158,7 @@ class AbstractPolicy(abc.ABC):
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """The name globs that the policy mentions; each is meant to match some name.
-
-        By default none: an operator's or a size's policy looks at no names.
-        """
+        """The globs that it mentions, by default none; each is meant to match some name."""
         return ()
 
     @abc.abstractmethod
@@ -185,16 +176,12 @@ class AbstractPolicy(abc.ABC):
 
     @staticmethod
     def glob_matches(glob: str, name: str) -> bool:
-        """Returns whether a name fits a glob.
+        """Returns whether the whole of a name fits a glob.
 
         Args:
-            glob: a pattern of `fnmatch`: `*` any text, `?` one character, `[ab]` one of
-                these. Case counts, and the whole name must fit. A name fits itself,
-                whatever characters it has.
+            glob: a pattern of `fnmatch`, in which case counts; a name fits itself, whatever
+                characters it has.
             name: a name that `checkpoint_name` gave.
-
-        Returns:
-            Whether the name fits.
 
         Example:
             >>> from remat import policies
@@ -239,12 +226,11 @@ class AbstractPolicy(abc.ABC):
         _require_policies("~", self)
         return Complement(self)
 
+    # The left operand is not a policy of this package.
     def __ror__(self, other: object) -> NoReturn:
-        """Refuses a left operand that is not a policy of this package."""
         raise _not_combinable(other, "|")
 
     def __rand__(self, other: object) -> NoReturn:
-        """Refuses a left operand that is not a policy of this package."""
         raise _not_combinable(other, "&")
 
     def __bool__(self) -> NoReturn:
@@ -290,7 +276,6 @@ class Pair(AbstractPolicy):
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """The globs of both operands."""
         return tuple(dict.fromkeys(self.left.globs + self.right.globs))
 
 
@@ -324,16 +309,12 @@ class Intersection(Pair):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Changed(AbstractPolicy):
-    """The base of policies that are made of one, whose globs are theirs.
-
-    So a misspelled glob is reported of a complement, too.
-    """
+    """The base of policies of one: a misspelled glob is reported of a complement, too."""
 
     policy: AbstractPolicy
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """The globs of the operand."""
         return self.policy.globs
 
 
@@ -409,7 +390,7 @@ def decide(policy: Callable[[Value], object], value: Value) -> Save | Recompute:
         case Save() | Recompute():
             return answer
         case _:
-            shown, why, do = _diagnose(answer)
+            shown, why, do = _diagnose_decision(answer)
             what = f"the policy {policy_name(policy)} answered {shown}."
             raise refusal(PolicyError, where=str(value), what=what, why=why, do=do)
 
@@ -438,7 +419,7 @@ def require_storage(storage: object, where: str) -> None:
     )
 
 
-def _diagnose(answer: object) -> tuple[str, str, str]:
+def _diagnose_decision(answer: object) -> tuple[str, str, str]:
     """Returns what was answered, why that is not a decision, and what to return instead."""
     shown = f"{answer!r}"
     match answer:
@@ -446,7 +427,14 @@ def _diagnose(answer: object) -> tuple[str, str, str]:
             why = "The function ended without a `return`, or a branch of it did."
             do = "Return True or False in every branch."
         case type():
-            return _diagnose_class(answer)
+            name = answer.__name__
+            shown = f"`{name}`"
+            why = f"{shown} is a class and a decision must be an instance."
+            is_storage = issubclass(answer, AbstractStorage)
+            returned = f"Save(storage.{name}())" if is_storage else "Save()"
+            do = f"Return `{returned}`, or `Recompute()` to drop the value."
+            if answer in (Save, Recompute):
+                do = f"Return `{name}()`."
         case AbstractStorage():
             why = "A storage says how a value is kept, not that it is saved."
             do = f"Return `Save({answer!r})`, or `Recompute()` to drop the value."
@@ -466,18 +454,6 @@ def _diagnose(answer: object) -> tuple[str, str, str]:
             why = "A decision is a bool, a `Save` or a `Recompute`."
             do = "Return `Save()`, `Recompute()`, True or False."
     return shown, why, do
-
-
-def _diagnose_class(answer: type) -> tuple[str, str, str]:
-    name = answer.__name__
-    why = f"`{name}` is a class and a decision must be an instance."
-    if issubclass(answer, AbstractStorage):
-        do = f"Return `Save(storage.{name}())`, or `Recompute()` to drop the value."
-    elif answer in (Save, Recompute):
-        do = f"Return `{name}()`."
-    else:
-        do = "Return `Save()`, or `Recompute()` to drop the value."
-    return f"`{name}`", why, do
 
 
 def _require_policies(symbol: str, *operands: object) -> None:

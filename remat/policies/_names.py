@@ -38,7 +38,6 @@ class ByNames(AbstractPolicy):
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """The globs of the names that count."""
         return self._globs
 
     def __repr__(self) -> str:
