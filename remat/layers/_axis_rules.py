@@ -21,6 +21,7 @@ from remat._graph.meta import TensorMeta
 from remat._graph.values import Value
 from remat._torch import schemas
 from remat._user_lines import warn
+from remat.policies._by_op import bare_name
 
 
 @final
@@ -45,6 +46,10 @@ class Alike:
     """
 
     dims: frozenset[int] = frozenset()
+
+
+#: torch has no tensor of more dimensions.
+EVERY_DIM = frozenset(range(64))
 
 
 @final
@@ -126,7 +131,7 @@ class AxisStep:
     @property
     def name(self) -> str:
         """Its operator's name, without "aten."."""
-        return operators.short_name(self.value.op).removeprefix("aten.")
+        return bare_name(self.value.op)
 
     @property
     def along(self) -> list[tuple[Along, Operand]]:
@@ -200,10 +205,10 @@ def require_sizes(step: AxisStep) -> None:
 def rule_of(step: AxisStep) -> Rule | None:
     """The rule of an operator; None where nothing is known of it."""
     if any(isinstance(each.state, Total) for each in step.operands):
-        return _linear
+        return _linear_in_total
     if step.name in _RULES:
         return _RULES[step.name]
-    return _kept if step.is_view or step.is_pointwise else None
+    return _keeps_places if step.is_view or step.is_pointwise else None
 
 
 def place_of(step: AxisStep, result: Operand) -> Along | None:
@@ -216,13 +221,13 @@ def place_of(step: AxisStep, result: Operand) -> Along | None:
     return Along(dims[0], inner) if is_there and not others else None
 
 
-def _kept(step: AxisStep) -> None:
+def _keeps_places(step: AxisStep) -> None:
     """Moves elements, or computes each of what stands at its own place."""
     if step.name in ("diagonal", "as_strided"):
         raise MixesError("it takes a part of the axis.")
 
 
-def _linear(step: AxisStep) -> Total:
+def _linear_in_total(step: AxisStep) -> Total:
     """What is made of a sum or a mean over the axis: where that is linear, one again."""
     totals = [each for each in step.operands if not each.is_alike]
     kinds = [each.state for each in totals]
@@ -308,7 +313,7 @@ def _bucketize(step: AxisStep) -> None:
         raise MixesError("it counts as many boundaries as a tile is long.")
 
 
-def _looked_up(step: AxisStep) -> None:
+def _index_by_tensors(step: AxisStep) -> None:
     """Indexing by tensors: in what is the same for all, or the same for all."""
     source, *indices = step.operands
     dims = [0]
@@ -335,12 +340,10 @@ def _product(step: AxisStep) -> Total | None:
 
 def _attention(step: AxisStep) -> None:
     """Of queries (b, h, q, d), keys (b, h, k, d), values (b, h, k, v), and (b, h, q, v)."""
-    dims = {state.dim + 4 - len(each.meta.shape) for state, each in step.along}
-    names = {2: ("key", "value"), 3: ("query", "key")}
-    if len(dims) != 1 or len(step.out.sized) != 1:
-        raise MixesError("it combines each place of the axis with others.")
-    (dim,) = dims
-    if not all(step.by_name[name].is_alike for name in names.get(dim, ())):
+    dim, *more = {state.dim + 4 - len(each.meta.shape) for state, each in step.along}
+    others = {2: ("key", "value"), 3: ("query", "key")}.get(dim, ())
+    is_apart = not more and len(step.out.sized) == 1
+    if not is_apart or not all(step.by_name[name].is_alike for name in others):
         raise MixesError("it combines each place of the axis with others.")
     if dim == 2 and step.given.get("is_causal"):
         raise MixesError("its causal mask tells places on the axis apart.")
@@ -356,7 +359,7 @@ def _loss(step: AxisStep) -> Total | None:
     """A loss of each element, then summed, averaged, or neither."""
     if len({state.dim - len(each.meta.shape) for state, each in step.along}) != 1:
         raise MixesError("the axis meets itself in another dimension.")
-    return _reduced(step)
+    return _by_reduction(step)
 
 
 def _nll_loss(step: AxisStep) -> Total | None:
@@ -379,10 +382,10 @@ def _nll_loss(step: AxisStep) -> Total | None:
             do='Use `layers.tiled_cross_entropy`, or reduction="sum" and a division after '
             "the call.",
         )
-    return _reduced(step)
+    return _by_reduction(step)
 
 
-def _reduced(step: AxisStep) -> Total | None:
+def _by_reduction(step: AxisStep) -> Total | None:
     reduction: int = step.given["reduction"]
     return (None, Total.MEAN, Total.SUM)[reduction]
 
@@ -393,7 +396,7 @@ _RULES: dict[str, Rule] = {
     name: rule
     for names, rule in (
         ("view _unsafe_view _reshape_alias", _reshape),
-        ("stack repeat", _kept),
+        ("stack repeat", _keeps_places),
         ("bucketize", _bucketize),
         (
             "sum nansum mean amax amin max min argmax argmin aminmax prod any all var var_mean "
@@ -414,7 +417,7 @@ _RULES: dict[str, Rule] = {
             _last_dims(lambda step: len(step.given["normalized_shape"])),
         ),
         ("cat gather scatter scatter_add scatter_reduce", _besides_dim),
-        ("index index_select embedding", _looked_up),
+        ("index index_select embedding", _index_by_tensors),
         ("mm addmm bmm baddbmm mv dot", _product),
         ("convolution native_group_norm", _of_batch),
         (

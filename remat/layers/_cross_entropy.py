@@ -12,7 +12,6 @@ from remat._api import remat
 from remat._errors import refusal
 from remat._switches.blocks import is_inert
 from remat._torch import autocast, autograd, fakes, guards, levels
-from remat._torch.levels import dual_level_is_active
 from remat._tracing.thread import is_running
 from remat.layers._tiled import tiled
 from remat.storage._argument_checks import refuse, require_type
@@ -73,7 +72,7 @@ def tiled_cross_entropy(
         al., "Cut your losses", 2024, https://arxiv.org/abs/2411.09009; z-loss: Chowdhery et
         al., "PaLM", 2022, https://arxiv.org/abs/2204.02311, section 5.
     """
-    options = _Options(ignore_index, label_smoothing, softcap, z_loss)
+    options = _LossOptions(ignore_index, label_smoothing, softcap, z_loss)
     _require_options(options, reduction)
     head = autocast.in_products(_laid_as_linear(x, head, targets))
     x = autocast.in_products(x)
@@ -81,7 +80,7 @@ def tiled_cross_entropy(
     if reduction == "none":
         losses = tiled(_LOSSES, "(tile n) d, (tile n), ... -> (tile n)", tiles=tiles)
         return losses(rows, labels, head, *options).view(targets.shape)
-    weight = torch.ones((), dtype=_wide(x).dtype, device=x.device)
+    weight = torch.ones((), dtype=_widen(x).dtype, device=x.device)
     if reduction == "mean":
         weight = weight / (labels != ignore_index).sum()
     total = tiled(_TOTAL, "(tile n) d, (tile n), ... -> ", tiles=tiles)
@@ -92,10 +91,10 @@ def tiled_cross_entropy(
         )  # not a number where no target is used, as torch's mean
     size = total.length_of_tile(rows, labels, head, weight, *options)
     given = total, size, options, rows, labels, head, weight
-    return cast("Tensor", _WithGradients.apply(*given))
+    return cast("Tensor", _LossWithGradients.apply(*given))
 
 
-class _Options(NamedTuple):
+class _LossOptions(NamedTuple):
     ignore_index: int
     smoothing: float
     softcap: float | None
@@ -103,8 +102,8 @@ class _Options(NamedTuple):
 
 
 def _losses(rows: Tensor, labels: Tensor, head: Tensor, *options: Any) -> Tensor:
-    ignore_index, smoothing, softcap, z_loss = _Options(*options)
-    logits = _wide(rows @ head.T)
+    ignore_index, smoothing, softcap, z_loss = _LossOptions(*options)
+    logits = _widen(rows @ head.T)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     is_used = labels != ignore_index
@@ -127,7 +126,7 @@ def _total(
 _LOSSES, _TOTAL = remat(_losses), remat(_total)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -135,7 +134,7 @@ def _is_first_order(tensors: Sequence[Tensor]) -> bool:
     """Whether plain autograd alone differentiates a call, and wants a gradient of it."""
     if torch.compiler.is_compiling() or is_inert() or is_running():
         return False
-    is_mapped = levels.interpreter_is_active() or dual_level_is_active()
+    is_mapped = levels.interpreter_is_active() or levels.dual_level_is_active()
     wants = any(each.requires_grad for each in tensors)
     # The gradients of a mean are too small for float16, before a loss scale is known.
     is_small = any(each.dtype is torch.float16 for each in tensors)
@@ -145,7 +144,7 @@ def _is_first_order(tensors: Sequence[Tensor]) -> bool:
 
 
 @final
-class _WithGradients(torch.autograd.Function):
+class _LossWithGradients(torch.autograd.Function):
     """The total loss, whose gradients are computed along with it."""
 
     @staticmethod
@@ -155,7 +154,7 @@ class _WithGradients(torch.autograd.Function):
         _, _, _, for_rows, _, for_head, _ = ctx.needs_input_grad
         d_rows = torch.empty_like(rows) if for_rows else None
         # Many terms are added up, for which half precision is too coarse.
-        d_head = torch.zeros_like(head, dtype=_wide(head).dtype) if for_head else None
+        d_head = torch.zeros_like(head, dtype=_widen(head).dtype) if for_head else None
         loss = 0 * weight  # as above: not a number where no target is used
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
@@ -198,7 +197,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 def _tile_loss(
-    tile: tuple[Tensor, Tensor, Tensor, Tensor, _Options],
+    tile: tuple[Tensor, Tensor, Tensor, Tensor, _LossOptions],
     d_rows: Tensor | None,
     d_head: Tensor | None,
 ) -> Tensor:
@@ -208,7 +207,7 @@ def _tile_loss(
     """
     rows, labels, head, weight, options = tile
     ignore_index, smoothing, softcap, z_loss = options
-    logits = _wide(rows @ head.T)
+    logits = _widen(rows @ head.T)
     slope = None
     if softcap is not None:
         capped = logits.div_(softcap).tanh_()
@@ -241,7 +240,7 @@ def _tile_loss(
     return loss
 
 
-def _require_options(options: _Options, reduction: object) -> None:
+def _require_options(options: _LossOptions, reduction: object) -> None:
     where = "tiled_cross_entropy({}=...)"
     require_type(
         where.format("ignore_index"), options.ignore_index, int, wanted="an int"

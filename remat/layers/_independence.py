@@ -13,7 +13,7 @@ import operator
 import re
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -21,11 +21,11 @@ from remat._calls.decorated import undecided
 from remat._calls.entry import Entry
 from remat._errors import MutationError, TileError, refusal
 from remat._graph import operators
-from remat._graph.joint import Joint, View
 from remat._graph.meta import TensorMeta, metas_in
 from remat._graph.values import Graph, Ref, Value, prune, refs
 from remat._torch import schemas, tracer
 from remat.layers._axis_rules import (
+    EVERY_DIM,
     Alike,
     Along,
     AxisStep,
@@ -40,9 +40,10 @@ from remat.layers._axis_rules import (
     rule_of,
 )
 from remat.layers._tiles import Call, Pattern
+from remat.policies._by_op import bare_name
 
 #: The traces that were found to be independent, each with the patterns and reductions.
-_known: weakref.WeakKeyDictionary[object, set[object]] = weakref.WeakKeyDictionary()
+_judged: weakref.WeakKeyDictionary[object, set[object]] = weakref.WeakKeyDictionary()
 
 
 def require_independent(
@@ -59,12 +60,12 @@ def require_independent(
         (args, kwargs), states = call.stand_in(length, is_part=True)
         return region.entry_of(args, kwargs)[0], states
 
-    tile, states = traced(region, size)
-    known, judged = _known.setdefault(tile.region, set()), (size, whole, last)
+    entry, states = traced(region, size)
+    known, judged = (_judged.setdefault(entry.region, set()), (size, whole, last))
     if (pattern.text, reduce, judged) in known:
         return
     name = getattr(region, "__qualname__", type(region).__name__)
-    if tile.written or tile.changed:
+    if entry.written or entry.changed:
         raise refusal(
             MutationError,
             where=f"tiled: {name}",
@@ -72,9 +73,10 @@ def require_independent(
             why="It would change once for each tile.",
             do="Return the new value, or put the module into eval mode.",
         )
+    tile = _Forward(entry)
     # Its policy may be one for a tile alone: a budget, a plan.
-    others = [traced(undecided(region), whole)[0]]
-    others += [traced(region, last)[0]] if last > 1 else []
+    others = [_Forward(traced(undecided(region), whole)[0])]
+    others += [_Forward(traced(region, last)[0])] if last > 1 else []
     for other in others:
         _require_same_steps(tile, other)
     results = _results_of(tile, others[0], states, (size, whole))
@@ -87,8 +89,46 @@ def require_independent(
     for other in others:
         _require_same_numbers(tile, other)
     if last == 1:
-        _require_like_one_place(tile, traced(region, 1)[0], results, size)
+        one_place = _Forward(traced(region, 1)[0])
+        _require_like_one_place(tile, one_place, results, size)
     known.add((pattern.text, reduce, judged))
+
+
+@final
+class _Forward:
+    """A call's trace without its backward, whose cotangents stand among the operands.
+
+    Of how many layouts there are some depends on what was traced before.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        joint = entry.stages.joint
+        graph = dataclasses.replace(joint.graph, outputs=joint.outputs)
+        self.graph = graph = prune(graph, (), joint.num_operands)
+        self.views, self.output = joint.views, entry.output
+        # The steps, and those of the views of its results.
+        paths = [view.path for view in joint.views if view.path]
+        self.steps = [
+            value
+            for each in (graph, *paths)
+            for value in each.values[each.num_inputs :]
+        ]
+        outputs = [ref.index for ref in graph.outputs if ref is not None]
+        reads = [(view.output, view.operand) for view in joint.views]
+        self.reads = reads, outputs, entry.labels
+        # Of each tensor that is returned the value that it is, or is a view of.
+        self.bases = [
+            view.operand or 0 if view.output is None else outputs[view.output]
+            for view in joint.views
+        ]
+        self.returned = [
+            graph.values[base] if view.path is None else view.path.values[-1]
+            for view, base in zip(joint.views, self.bases, strict=True)
+        ]
+        plain = (int, float, complex, str)
+        self.statics = [
+            each for each in entry.output.statics if isinstance(each, plain)
+        ]
 
 
 def _require_result(
@@ -132,82 +172,60 @@ def _require_result(
     )
 
 
-def _forward_of(entry: Entry) -> Joint:
-    """A call's joint without its backward, whose cotangents stand among the operands.
-
-    Of how many layouts there are some depends on what was traced before.
-    """
-    joint = entry.stages.joint
-    graph = dataclasses.replace(joint.graph, outputs=joint.outputs)
-    graph = prune(graph, (), joint.num_operands)
-    return dataclasses.replace(joint, graph=graph, outputs=graph.outputs)
-
-
-def _require_same_steps(tile: Entry, other: Entry) -> None:
+def _require_same_steps(tile: _Forward, other: _Forward) -> None:
     """Refuses a function whose steps, captures or results depend on the length."""
     if tile.output.is_tensor != other.output.is_tensor:
-        raise _refuse(None, "returns more or fewer values for a tile of another size.")
-    for one, same in itertools.zip_longest(_forward(tile), _forward(other)):
-        if one is None or same is None or _form(one) != _form(same):
+        raise _depends_on_length(
+            None, "returns more or fewer values for a tile of another size."
+        )
+    for one, same in itertools.zip_longest(tile.steps, other.steps):
+        if one is None or same is None or _step_form(one) != _step_form(same):
             what = "is a step for tiles of one size and none for those of another."
-            raise _refuse(one or same, what)
-    bases = [
-        [(view.output, view.operand) for view in joint.views]
-        + [joint.outputs, entry.labels]
-        for entry in (tile, other)
-        for joint in [_forward_of(entry)]
-    ]
-    if bases[0] != bases[1]:
+            raise _depends_on_length(one or same, what)
+    if tile.reads != other.reads:
         what = "reads or returns other values for a tile of another size."
-        raise _refuse(None, what)
+        raise _depends_on_length(None, what)
 
 
-def _require_same_numbers(tile: Entry, other: Entry) -> None:
+def _require_same_numbers(tile: _Forward, other: _Forward) -> None:
     """Refuses a function that computes with numbers, or returns some, that are of the length."""
-    for one, same in zip(_forward(tile), _forward(other), strict=True):
-        numbers, others = _numbers(one), _numbers(same)
+    for one, same in zip(tile.steps, other.steps, strict=True):
+        numbers, others = _numbers_of_step(one), _numbers_of_step(same)
         names = [key for key in numbers if repr(numbers[key]) != repr(others.get(key))]
         is_constant = one.op is operators.constant
         if names and not (is_constant and one.args[0].shape != same.args[0].shape):
             shown = ", ".join(f"{numbers[key]}" for key in names)
             rest = ", ".join(f"{others.get(key)}" for key in names)
-            raise _refuse(
+            raise _depends_on_length(
                 one,
                 "computes with a number that depends on the size of the tile: "
                 f"{shown}, and {rest} for another size.",
             )
-    returned = [
-        [each for each in entry.output.statics if isinstance(each, _PLAIN)]
-        for entry in (tile, other)
-    ]
-    if returned[0] != returned[1]:
-        what = f"returns {returned[0]}, and {returned[1]} for a tile of another size."
-        raise _refuse(None, what)
+    if tile.statics != other.statics:
+        told = f"returns {tile.statics}, and {other.statics}"
+        raise _depends_on_length(None, f"{told} for a tile of another size.")
 
 
 def _require_like_one_place(
-    tile: Entry, one: Entry, results: Sequence[Operand], size: int
+    tile: _Forward, one: _Forward, results: Sequence[Operand], size: int
 ) -> None:
     """Refuses what a tile of one place shows, whose trace may lack steps (a copy, a view)."""
-    if [*map(_form, _forward(tile))] == [*map(_form, _forward(one))]:
+    if [*map(_step_form, tile.steps)] == [*map(_step_form, one.steps)]:
         _require_same_numbers(tile, one)
     wanted = [
         [n // size if k in each.sized else n for k, n in enumerate(each.meta.shape)]
         for each in results
     ]
-    found = [list(_meta(each).shape) for each in _returned(one)]
+    found = [list(_meta_of(each).shape) for each in one.returned]
     if found != wanted:
         what = f"returns {found} for a tile of one place, which should be {wanted}."
-        raise _refuse(None, what)
+        raise _depends_on_length(None, what)
 
 
-_PLAIN = (int, float, complex, str)
-
-
-def _refuse(value: Value | None, what: str) -> TileError:
+def _depends_on_length(value: Value | None, what: str) -> TileError:
     return refusal(
         TileError,
-        where=f"tiled: {'the function' if value is None else _label(value)}",
+        where=f"tiled: {'the function' if value is None else _step_label(value)}",
         what=what,
         why="A tile is smaller than the whole, so that the result would differ.",
         do='Write .mean() with reduce="mean" instead of a division by the size, or '
@@ -215,31 +233,19 @@ def _refuse(value: Value | None, what: str) -> TileError:
     )
 
 
-def _label(value: Value) -> str:
+def _step_label(value: Value) -> str:
     """An operator in a message, with the line that the user wrote."""
     name = value.function or operators.short_name(value.op)
     return f"{name} at {value.source}" if value.source else name
 
 
-def _forward(entry: Entry) -> list[Value]:
-    """The steps of a forward, and of the views of its results."""
-    joint = _forward_of(entry)
-    graphs = [joint.graph, *(each.path for each in joint.views if each.path)]
-    return [
-        value
-        for graph in graphs
-        for value in graph.values[graph.num_inputs :]
-        if not value.is_backward
-    ]
-
-
-def _form(value: Value) -> object:
+def _step_form(value: Value) -> object:
     """What a step is, whatever the length: its operator, what it reads, what it makes."""
     made = [(len(meta.shape), meta.dtype) for meta in metas_in(value.meta)]
     return value.op, value.uses, made
 
 
-def _numbers(value: Value) -> dict[str, Any]:
+def _numbers_of_step(value: Value) -> dict[str, Any]:
     """What a step computes with besides tensors, but for what says how long its result is."""
     if value.op is operators.constant:
         return {"values": value.args[0].tolist()}
@@ -247,8 +253,7 @@ def _numbers(value: Value) -> dict[str, Any]:
     if not isinstance(op, schemas.OpOverload):
         return {}
     given = operators.arguments(op, value.args, dict(value.kwargs))
-    kind = operators.short_name(op).removeprefix("aten.")
-    lengths = {*_LENGTHS, *_LENGTHS_OF.get(kind, ())}
+    lengths = {*_LENGTHS, *_LENGTHS_OF.get(bare_name(value.op), ())}
     return {
         name: each
         for name, each in given.items()
@@ -268,56 +273,37 @@ _LENGTHS_OF = {
 
 
 def _results_of(
-    tile: Entry, whole: Entry, given: Sequence[State], lengths: tuple[int, int]
+    tile: _Forward, whole: _Forward, given: Sequence[State], lengths: tuple[int, int]
 ) -> list[Operand]:
     """What each tensor that a traced function returns has of the axis.
 
     `given` is what the tensors of the arguments have; those that it captures are alike.
     """
-    joint, other = _forward_of(tile), _forward_of(whole)
-    states = _follow(joint.graph, other.graph, given, lengths)
+    states = _follow_axis(tile.graph, whole.graph, given, lengths)
     found: list[Operand] = []
-    values = zip(_returned(tile), _returned(whole), strict=True)
-    for view, same, pair in zip(joint.views, other.views, values, strict=True):
-        state = states[_base_of(view, joint)]
+    values = zip(tile.returned, whole.returned, strict=True)
+    bases = zip(tile.views, whole.views, tile.bases, values, strict=True)
+    for view, same, base, pair in bases:
+        state = states[base]
         if view.path is not None and same.path is not None:
-            state = _follow(view.path, same.path, [state], lengths)[-1]
-        found.append(Operand(state, *map(_meta, pair)))
+            state = _follow_axis(view.path, same.path, [state], lengths)[-1]
+        found.append(Operand(state, *map(_meta_of, pair)))
     return found
 
 
-def _returned(entry: Entry) -> list[Value]:
-    """Each tensor that a traced function returns."""
-    joint = _forward_of(entry)
-    return [
-        joint.graph.values[_base_of(view, joint)]
-        if view.path is None
-        else view.path.values[-1]
-        for view in joint.views
-    ]
-
-
-def _base_of(view: View, joint: Joint) -> int:
-    at = view.operand if view.output is None else joint.outputs[view.output].index
-    assert at is not None, "a view has a base"
-    return at
-
-
-def _meta(value: Value) -> TensorMeta:
+def _meta_of(value: Value) -> TensorMeta:
     if isinstance(value.meta, TensorMeta):
         return value.meta
     raise MixesError("one of its arguments is no tensor.")
 
 
-def _follow(
+def _follow_axis(
     graph: Graph, whole: Graph, given: Sequence[State], lengths: tuple[int, int]
 ) -> list[Any]:
     """What each value of a forward has of the axis, a list for several outputs of an operator."""
     states: list[Any] = [*given, *[Alike()] * (graph.num_inputs - len(given))]
-    pairs = list(zip(graph.values, whole.values, strict=False))
+    pairs = list(zip(graph.values, whole.values, strict=True))
     for value, other in pairs[graph.num_inputs :]:
-        if value.is_backward:
-            break
         mixed = [states[k] for k in value.uses if isinstance(states[k], Mixed)]
         if mixed:
             states.append(mixed[0])
@@ -327,15 +313,15 @@ def _follow(
         else:
             try:
                 used = {
-                    k: Operand(states[k], *map(_meta, pairs[k])) for k in value.uses
+                    k: Operand(states[k], *map(_meta_of, pairs[k])) for k in value.uses
                 }
-                states.append(_after(value, other, used, lengths))
+                states.append(_state_after_step(value, other, used, lengths))
             except MixesError as error:
-                states.append(Mixed(_label(value), str(error)))
+                states.append(Mixed(_step_label(value), str(error)))
     return states
 
 
-def _after(
+def _state_after_step(
     value: Value, other: Value, used: dict[int, Operand], lengths: tuple[int, int]
 ) -> Any:
     """What the results of a step have of the axis."""
@@ -353,18 +339,18 @@ def _after(
             raise MixesError("it makes keys of values along the axis.")
         # A draw or a key that is derived, from a key that is a tile's own or all tiles'.
         is_key = any(each.meta.dtype == torch.uint64 for each in made if each)
-        drawn = Key() if is_key else Alike(_all_dims(made))
+        drawn = Key() if is_key else Alike(EVERY_DIM)
         found = [drawn if Key() in states else Alike()] * len(made)
     elif value.op is operators.constant:
         found = [Alike()]
     elif _is_fill(value) and all(isinstance(each, Alike) for each in states[1:]):
-        found = [Alike(_all_dims(made))]
+        found = [Alike(EVERY_DIM)]
     else:
-        found = _computed(value, made, used, lengths)
+        found = _states_by_rule(value, made, used, lengths)
     return found if isinstance(value.meta, tuple) else found[0]
 
 
-def _computed(
+def _states_by_rule(
     value: Value,
     made: Sequence[Operand | None],
     used: dict[int, Operand],
@@ -381,7 +367,7 @@ def _computed(
     step = AxisStep(value, given, operands, by_name, made[0], lengths)
     require_sizes(step)
     if all(each.is_alike for each in operands):
-        return [_alike(step, made)] * len(made)
+        return [_state_of_alike(step)] * len(made)
     rule = rule_of(step)
     if rule is None:
         raise MixesError("nothing is known of what it does along an axis.")
@@ -390,10 +376,10 @@ def _computed(
         return [state] * len(made)
     places = [None if each is None else place_of(step, each) for each in made]
     why = "its result does not have each place of the axis once."
-    return [place or Mixed(_label(value), why) for place in places]
+    return [place or Mixed(_step_label(value), why) for place in places]
 
 
-def _alike(step: AxisStep, made: Sequence[Operand | None]) -> Alike:
+def _state_of_alike(step: AxisStep) -> Alike:
     shape = step.out.meta.shape
     if step.is_pointwise:
         behind = [(each, len(each.meta.shape) - len(shape)) for each in step.operands]
@@ -406,20 +392,14 @@ def _alike(step: AxisStep, made: Sequence[Operand | None]) -> Alike:
     if step.is_view:
         (viewed,) = step.operands
         if all(map(viewed.suits, range(len(viewed.meta.shape)))):
-            return Alike(_all_dims(made))
+            return Alike(EVERY_DIM)
     return Alike()
-
-
-def _all_dims(made: Sequence[Operand | None]) -> frozenset[int]:
-    counts = [len(each.meta.shape) for each in made if each]
-    return frozenset(range(max(counts, default=0)))
 
 
 def _is_fill(value: Value) -> bool:
     """Whether all elements are one number, or drawn each by itself."""
-    name = operators.short_name(value.op).removeprefix("aten.")
     is_drawn = value.op in operators.IN_PLACE_OF and value.op is not _BY_TENSOR
-    return is_drawn or _FILLS.fullmatch(name) is not None
+    return is_drawn or _FILLS.fullmatch(bare_name(value.op)) is not None
 
 
 _BY_TENSOR = torch.ops.aten.bernoulli.Tensor

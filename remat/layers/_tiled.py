@@ -46,11 +46,7 @@ def tiled(
 ) -> Tiled[_P, _R]: ...
 @overload
 def tiled(
-    f: str,
-    *,
-    tiles: int | str,
-    reduce: _Reduce = "sum",
-    policy: PolicyLike = None,
+    f: str, *, tiles: int | str, reduce: _Reduce = "sum", policy: PolicyLike = None
 ) -> Callable[[Callable[_P, _R]], Tiled[_P, _R]]: ...
 def tiled(
     f: Any,
@@ -196,7 +192,7 @@ class Tiled(Generic[_P, _R]):
         f: Any = self.__wrapped__
         if _unrolled.is_region(f):
             return f
-        dense = functools.partial(_on_dense, f, self.pattern)
+        dense = functools.partial(_call_on_dense_tiles, f, self.pattern)
         if hasattr(f, "__qualname__"):
             functools.update_wrapper(dense, f, updated=())
         else:  # an object
@@ -208,11 +204,11 @@ class Tiled(Generic[_P, _R]):
         """The function's result, computed tile by tile."""
         own = getattr(self.__wrapped__, "__self__", None)
         if own is None or torch.compiler.is_dynamo_compiling():
-            return _call(self, *args, **kwargs)
+            return _call_tiled(self, *args, **kwargs)
         through = calling_module()
         # It may stand in the attributes of a copy of its module.
         is_copy = through is not own and type(through) is type(own)
-        return _call(self.__get__(through) if is_copy else self, *args, **kwargs)
+        return _call_tiled(self.__get__(through) if is_copy else self, *args, **kwargs)
 
     def length_of_tile(self, *args: _P.args, **kwargs: _P.kwargs) -> int:
         """How long a tile of a call is along the axis; the last one may be shorter."""
@@ -222,16 +218,17 @@ class Tiled(Generic[_P, _R]):
         """`length_of_tile` of a call whose arguments are cut already."""
         if not isinstance(self.tiles, str):
             return max(-(-call.length // self.tiles), 1)
-        return _size_within(
+        return _tile_size_within(
             self.region, call, parse_size(self.tiles, "tiled(tiles=...)")
         )
 
-    def joined(self, results: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """One result of those of the tiles."""
+    def run_tiles(self, run: Callable[..., Any], call: Call, size: int) -> Any:
+        """Runs a function on each tile, and puts the results together."""
+        results = [run(*args, **kwargs) for args, kwargs in call.tiles(size)]
         parts = iter(self.pattern.of_results(results[0]))
         leaves, spec = zip(*map(trees.flatten, results), strict=True)
         joined = [
-            self._joined_leaf(next(parts), column, sizes)
+            self._joined_leaf(next(parts), column, call.sizes(size))
             if isinstance(column[0], Tensor)
             else column[0]
             for column in zip(*leaves, strict=True)
@@ -255,7 +252,7 @@ class Tiled(Generic[_P, _R]):
         return torch.stack(column).sum(0, dtype=first.dtype)
 
 
-def _on_dense(
+def _call_on_dense_tiles(
     f: Callable[..., Any], pattern: Pattern, *args: Any, **kwargs: Any
 ) -> Any:
     """Calls a function with tiles that lie in memory as a whole tensor does."""
@@ -267,33 +264,25 @@ def _on_dense(
     return f(*given, **kwargs)
 
 
-@dynamo.traced_as(lambda tiled, *args, **kwargs: _unrolled_call(tiled, args, kwargs))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-def _call(tiled: Tiled[Any, Any], *args: Any, **kwargs: Any) -> Any:
-    call = Call.of(tiled.pattern, args, kwargs)
-    size = tiled.size(call)
-    if not is_inert():
-        require_independent(tiled.region, tiled.pattern, tiled.reduce, call, size)
-    region = tiled.region
-    results = [region(*args, **kwargs) for args, kwargs in call.tiles(size)]
-    return tiled.joined(results, call.sizes(size))
-
-
-def _unrolled_call(
-    tiled: Tiled[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _unrolled_tiles(tiled: Tiled[Any, Any], *args: Any, **kwargs: Any) -> Any:
     """A call under torch.compile, whose graph has the tiles in a row."""
     if isinstance(tiled.tiles, str) or tiled.policy is not None:
         dynamo.end_graph(_WITH_OPTIONS)
     call = Call.of(tiled.pattern, args, kwargs)
-    size = tiled.size(call)
     f: Any = tiled.__wrapped__
     if not _unrolled.is_region(f):
         f = functools.partial(_unrolled.call, f)
-    results: list[Any] = [
-        _on_dense(f, tiled.pattern, *args, **kwargs)
-        for args, kwargs in call.tiles(size)
-    ]
-    return tiled.joined(results, call.sizes(size))
+    run = functools.partial(_call_on_dense_tiles, f, tiled.pattern)
+    return tiled.run_tiles(run, call, tiled.size(call))
+
+
+@dynamo.traced_as(_unrolled_tiles)
+def _call_tiled(tiled: Tiled[Any, Any], *args: Any, **kwargs: Any) -> Any:
+    call = Call.of(tiled.pattern, args, kwargs)
+    size, region = tiled.size(call), tiled.region
+    if not is_inert():
+        require_independent(region, tiled.pattern, tiled.reduce, call, size)
+    return tiled.run_tiles(region, call, size)
 
 
 _WITH_OPTIONS = explain(
@@ -305,7 +294,7 @@ _WITH_OPTIONS = explain(
 )
 
 
-def _size_within(region: Any, call: Call, limit: int) -> int:
+def _tile_size_within(region: Any, call: Call, limit: int) -> int:
     """The largest size of a tile whose values take at most some bytes."""
     count = 1
     while True:

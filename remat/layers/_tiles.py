@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias, cast, final
+from typing import Any, cast, final
 
 import torch
 from einops import EinopsError, parsing
@@ -17,10 +17,7 @@ from remat._torch import trees
 from remat.layers._axis_rules import Alike, Along, Key, State
 from remat.layers._links import stand_ins
 
-_TILE = "tile"
-
-Axes: TypeAlias = tuple[str | tuple[str, ...], ...]
-"""The dimensions of one part: a name each, several names for a product, "…" for any number."""
+_TILE_AXIS = "tile"
 
 
 @final
@@ -29,7 +26,8 @@ class Part:
     """What a pattern says of one argument or result."""
 
     text: str
-    axes: Axes
+    #: A name for each dimension, several names for a product, "…" for any number.
+    axes: tuple[str | tuple[str, ...], ...]
     #: Which of these is cut; None if none is.
     place: int | None
 
@@ -39,17 +37,15 @@ class Part:
         try:
             parsed = parsing.ParsedExpression(text.strip())
         except EinopsError as error:
-            raise _refuse(
+            raise _bad_pattern(
                 text, f"einops cannot read it: {str(error).rstrip('.')}."
             ) from error
-        composition = parsed.composition
-        axes = tuple(
-            each if isinstance(each, str) else tuple(each) for each in composition
-        )
-        places = [k for k, each in enumerate(composition) if _TILE in each]
-        is_clear = all(len(axes[k]) == 2 and axes[k][0] == _TILE for k in places)
+        names = parsed.composition
+        axes = tuple(each if isinstance(each, str) else tuple(each) for each in names)
+        places = [k for k, each in enumerate(axes) if _TILE_AXIS in each]
+        is_clear = all(len(axes[k]) == 2 and axes[k][0] == _TILE_AXIS for k in places)
         if not is_clear or len(places) > 1:
-            raise _refuse(text, "It does not cut one axis into consecutive tiles.")
+            raise _bad_pattern(text, "It does not cut one axis into consecutive tiles.")
         return cls(text.strip(), axes, *(places or [None]))
 
     def dim(self, tensor: Tensor, where: str) -> int | None:
@@ -83,21 +79,19 @@ class Pattern:
     def of(cls, text: object) -> Pattern:
         """Reads a pattern such as "b (tile s) d, ... -> b (tile s) d"."""
         if not isinstance(text, str) or text.count("->") != 1:
-            raise _refuse(text, 'It is no string with one "->" in it.')
+            raise _bad_pattern(text, 'It is no string with one "->" in it.')
         given, _, returned = text.partition("->")
         arguments = tuple(map(Part.of, given.split(",")))
         results = tuple(map(Part.of, returned.split(",")))
         if all(each.place is None for each in arguments):
-            raise _refuse(text, "No argument has the axis that is cut.")
+            raise _bad_pattern(text, "No argument has the axis that is cut.")
         return cls(text, arguments, results)
 
     def of_arguments(self, args: Sequence[Any]) -> Iterator[tuple[Part, Any]]:
         """Each positional argument with its part; a last "..." stands for all further ones."""
-        parts = list(self.arguments)
-        if len(parts) < len(args) and parts[-1].text == "...":
-            parts += [parts[-1]] * (len(args) - len(parts))
-        if len(parts) == len(args) + 1 and parts[-1].text == "...":
-            parts.pop()
+        parts = self.arguments
+        if parts[-1].text == "...":
+            parts = parts[:-1] + parts[-1:] * (len(args) - len(parts) + 1)
         if len(parts) != len(args):
             raise refusal(
                 TileError,
@@ -129,7 +123,7 @@ class Pattern:
         return parts
 
 
-def _refuse(text: object, why: str) -> TileError:
+def _bad_pattern(text: object, why: str) -> TileError:
     return refusal(
         TileError,
         where="tiled(pattern=...)",
