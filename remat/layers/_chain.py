@@ -24,7 +24,7 @@ from remat.schedules import AbstractSchedule, Stage
 from remat.schedules._contract import require_schedule
 
 AnyStage = DecoratedFunction[..., Any] | RematModule
-_Tree = Callable[[list[Tensor]], Any]
+_Around = Callable[[list[Tensor]], Any]
 _S = TypeVar("_S")
 _R = TypeVar("_R")
 
@@ -70,12 +70,7 @@ def chain(
 @final
 @dataclass(frozen=True)
 class Chain:
-    """What `chain` returns.
-
-    Attributes:
-        fs: the functions.
-        schedule: how they are run.
-    """
+    """What `chain` returns: the functions, and how they are run."""
 
     fs: tuple[Callable[[Any], Any], ...]
     schedule: AbstractSchedule | None = None
@@ -100,12 +95,12 @@ class Chain:
                 lambda: functools.reduce(lambda state, f: f(state), self.fs, x), self.fs
             )
         if self.schedule is None:
-            first, *rest = self._stages
-            state = first.region(x)
-            for stage in rest:
+            state = self._stages[0].region(x)
+            for stage in self._stages[1:]:
                 state = stage.owning(lambda region, given: region(given), state)
             return state
-        return _TracedChain(self._stages, x).run(self.schedule)
+        stack, stages, tensors, around = _trace_chain(self._stages, x)
+        return around(_run_stack.run_scheduled(stack, self.schedule, stages, tensors))
 
     @functools.cached_property
     def _stages(self) -> tuple[_ChainStage, ...]:
@@ -114,7 +109,6 @@ class Chain:
         return tuple(_ChainStage(f, policy) for f in self.fs)
 
     def __reduce__(self) -> Any:
-        """Pickles and copies by the functions and the schedule."""
         return Chain, (self.fs, self.schedule)
 
     def stages(self, x: Any) -> tuple[Stage, ...]:
@@ -131,7 +125,7 @@ class Chain:
             Stage(cost=128, state_bytes=16, output_bytes=16, record_bytes=0)
         """
         stages = [_ChainStage(f, everything_saveable) for f in self.fs]
-        return tuple(_TracedChain(stages, x).stages)
+        return _trace_chain(stages, x)[1]
 
 
 #: The functions that were seen to change their argument, by identity.
@@ -184,35 +178,28 @@ def _call_chained_on_copies(f: Callable[[Any], Any], state: Any) -> Any:
     return f(trees.map_tensors(Tensor.clone, state))
 
 
-@final
-class _TracedChain:
-    """The functions of a chain, traced for one argument, and described to a schedule."""
+def _trace_chain(
+    stages: Sequence[_ChainStage], x: Any
+) -> tuple[Stack, tuple[Stage, ...], list[Tensor], _Around]:
+    """The functions of a chain as a stack, described to a schedule; what it takes and gives."""
+    leaves, frame = trees.Frame.of(x)
+    first = [*map(laid_densely, leaves)]
+    metas = [*map(TensorMeta.of_operand, first)]
+    captured: dict[Tensor, int] = {}
+    links: list[Link] = []
+    described: list[Stage] = []
 
-    def __init__(self, stages: Sequence[_ChainStage], x: Any) -> None:
-        leaves, frame = trees.Frame.of(x)
-        self.stages: list[Stage] = []
-        self._captured: dict[Tensor, int] = {}
-        self._first = list(map(laid_densely, leaves))
-        self._links: list[Link] = []
-        self._metas = list(map(TensorMeta.of_operand, self._first))
-
-        first, *rest = stages
-        tree = self._add(first.region, frame.around)
-        for stage in rest:
-            tree = stage.owning(self._add, tree)
-        self._tree = tree
-
-    def _add(self, region: AnyStage, tree: _Tree) -> _Tree:
-        args, count = (tree(stand_ins(self._metas)),), len(self._metas)
-        link, entry = _run_stack.link_of(region, args, count, self._captured)
+    def add(region: AnyStage, around: _Around) -> _Around:
+        nonlocal metas
+        args = (around(stand_ins(metas)),)
+        link, entry = _run_stack.link_of(region, args, len(metas), captured)
         returned = link.returned()
-        self._metas: list[TensorMeta] = [meta.of_result() for meta in returned]
-        self._links.append(link)
-        self.stages.append(_run_stack.stage_of(link, returned))
+        metas = [meta.of_result() for meta in returned]
+        links.append(link)
+        described.append(_run_stack.stage_of(link, returned))
         return entry.output.around
 
-    def run(self, schedule: AbstractSchedule) -> Any:
-        tensors = [*self._first, *self._captured]
-        stack, stages = Stack(self._links, len(self._first)), tuple(self.stages)
-        found = _run_stack.run_scheduled(stack, schedule, stages, self._metas, tensors)
-        return self._tree(found)
+    around = add(stages[0].region, frame.around)
+    for stage in stages[1:]:
+        around = stage.owning(add, around)
+    return Stack(links, len(first)), tuple(described), [*first, *captured], around

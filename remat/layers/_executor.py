@@ -17,7 +17,7 @@ from remat import schedules
 from remat._switches.numerics import Numerics
 from remat._torch import guards
 from remat.layers._links import Pass, pull_back, without_none
-from remat.layers._stack import Stack
+from remat.layers._stack import Stack, slices_of, stacked_rows
 
 
 @final
@@ -37,7 +37,8 @@ class Executor:
         self._captured = operands[stack.num_entered :]
         entered = stack.entered(operands)
         self._first = entered[: stack.num_state]
-        self._slices = stack.slices(entered[stack.num_state :])
+        scanned, count = entered[stack.num_state :], len(stack.links)
+        self._slices = slices_of(scanned, count, stack.is_reversed)
         self._state: list[Tensor] = self._first
         self._states: dict[int, list[Tensor]] = {}
         self._records: dict[int, list[Tensor]] = {}
@@ -59,13 +60,13 @@ class Executor:
                 case schedules.Restore(state):
                     self._state = self._states[state]
                 case schedules.Drop(state):
-                    self._forget(state)
+                    self._free_state(state)
                 case schedules.Backward(stage):
-                    self._pull(stage)
+                    self._pull_stage(stage)
 
     def outputs(self) -> list[Tensor]:
         """What the stack returns, once the last state is current."""
-        return [*self._state, *self.stack.stacked(self._rows)]
+        return [*self._state, *stacked_rows(self._rows, self.stack.is_reversed)]
 
     def held(self) -> list[Tensor]:
         """The tensors that wait for the backward, without the stack's operands."""
@@ -110,26 +111,28 @@ class Executor:
 
     def _run_stage(self, stage: int, *, is_recorded: bool) -> None:
         link, operands = self.stack.links[stage], self._operands_of(stage)
-        returned, mutations, saved = link.run(operands, self._pass, save=is_recorded)
+        returned, mutations, saved = self._pass.run(
+            link, link.region, operands, save=is_recorded
+        )
         if is_recorded:
             self._states[stage] = self._state
             self._records[stage] = [*saved]
-        self._state, row = self.stack.parted(returned)
+        self._state, row = self.stack.parted(without_none(returned))
         if self._gradients is None and len(self._rows) == stage:
             # A stage that runs again reads the buffers as they were, and changes none.
             self._rows.append(row)
             self.mutations += mutations
 
-    def _pull(self, stage: int) -> None:
+    def _pull_stage(self, stage: int) -> None:
         assert self._gradients is not None
         self._state = self._states[stage]
         operands = self._operands_of(stage)
         saved = self._records.pop(stage)
-        self._forget(stage)
+        self._free_state(stage)
         self._state = []
         self._gradients.pull(stage, saved, operands, self._pass)
 
-    def _forget(self, state: int) -> None:
+    def _free_state(self, state: int) -> None:
         if state not in self.ledger.kept and state not in self.ledger.recorded:
             del self._states[state]
 
@@ -139,10 +142,7 @@ class _Gradients:
     """The cotangent of the current state, and the operands' gradients so far."""
 
     def __init__(
-        self,
-        stack: Stack,
-        cotangents: Sequence[Tensor | None],
-        wanted: Sequence[bool],
+        self, stack: Stack, cotangents: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> None:
         self.stack = stack
         self.wanted = wanted
@@ -152,7 +152,7 @@ class _Gradients:
             [None] * len(stack.links) for _ in range(stack.num_slices)
         ]
         is_quiet = guards.is_quiet()
-        self.captured = [_Sum(is_quiet) for _ in wanted[stack.num_entered :]]
+        self.captured = [_GradientSum(is_quiet) for _ in wanted[stack.num_entered :]]
 
     def pull(
         self,
@@ -195,7 +195,7 @@ class _Gradients:
 
 
 @final
-class _Sum:
+class _GradientSum:
     """A sum of gradients; None before the first one.
 
     In place only if `is_quiet`: tensors of a transform may not be added to others in place.

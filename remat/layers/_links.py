@@ -13,7 +13,6 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
-from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta, layout_of
 from remat._regions.forwards import Forward, make_views
 from remat._regions.functions import Pull, Roots, pullback
@@ -28,12 +27,12 @@ from remat._torch.fakes import fake_mode
 _T = TypeVar("_T")
 
 # The last stage gets the cotangent of the loss; the first may want no gradient.
-_MOST_FOLLOWED = 4
+_MOST_LATEST = 4
 
 # Of each region the latest backwards: whether cotangents have the metadata of those that it
 # was derived for; which there were, what was wanted, under which switches; its region.
 _Followed = tuple[Callable[..., bool], tuple[Any, ...], TracedRegion]
-_latest: weakref.WeakKeyDictionary[TracedRegion, tuple[_Followed, ...]] = (
+_latest_backwards: weakref.WeakKeyDictionary[TracedRegion, tuple[_Followed, ...]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -157,16 +156,6 @@ class Link:
             return state
         return [relaid(*each) for each in zip(state, strides, strict=True)]
 
-    def run(
-        self, operands: Sequence[Tensor], under: Pass, *, save: bool
-    ) -> tuple[list[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-        """What the stage returns, and the new values of what it changes.
-
-        If `save`, also what its backward reads besides its operands.
-        """
-        returned, mutations, saved = under.run(self, self.region, operands, save=save)
-        return without_none(returned), mutations, saved
-
     def pull(
         self,
         saved: Sequence[Tensor],
@@ -202,7 +191,7 @@ class Link:
         """
         there = without_none(cotangents)
         given = [each is not None for each in cotangents]
-        followed = _latest.get(self.region, ())
+        followed = _latest_backwards.get(self.region, ())
         for check, asked, region in followed:
             if asked == (given, wanted, numerics) and check(*there):
                 return region
@@ -212,7 +201,7 @@ class Link:
         region = self.region.vjp(self.roots, Asked(layouts, wanted, 0, numerics))
         if guards.is_quiet() and all(map(guards.is_plain, there)):
             known = (guards.tensor_guard(there), (given, wanted, numerics), region)
-            _latest[self.region] = (known, *followed[: _MOST_FOLLOWED - 1])
+            _latest_backwards[self.region] = (known, *followed[: _MOST_LATEST - 1])
         return region
 
     def _through_views(
@@ -254,14 +243,10 @@ class Link:
         flows = self.region.stages(self.roots).joint.differentiable
         found: list[int | None] = []
         for view in self.region.every_view:
-            if view.is_cut or view.is_detached:
-                found.append(None)
-            elif view.output is not None:
-                found.append(view.output if flows[view.output] else None)
-            else:
-                found.append(
-                    None if view.operand is None else len(flows) + view.operand
-                )
+            target = None if view.operand is None else len(flows) + view.operand
+            if view.output is not None and flows[view.output]:
+                target = view.output
+            found.append(None if view.is_cut or view.is_detached else target)
         # The sum of three depends on which two are added first.
         counts = Counter(target for target in found if target is not None)
         is_direct = all(view.path is None for view in self.region.every_view)
@@ -271,17 +256,27 @@ class Link:
     @once_a_region
     def dependent_outputs(self) -> tuple[int, ...]:
         """For each operand, as bits, which of the returned tensors depend on it."""
-        joint = self.region.stages(self.roots).joint
-        read_by = _outputs_of_gradients(joint)
+        joint, views = self.region.stages(self.roots).joint, self.region.every_view
         found = [0] * joint.num_operands
-        for place, view in enumerate(self.region.every_view):
+        returned_of = [0] * len(joint.outputs)
+        for place, view in enumerate(views):
             if view.is_cut or view.is_detached:
                 continue
             if view.operand is not None:
                 found[view.operand] |= 1 << place
-            for operand, outputs in enumerate(read_by):
-                if view.output in outputs:
-                    found[operand] |= 1 << place
+            if view.output is not None:
+                returned_of[view.output] |= 1 << place
+        # Of each value, as bits, the outputs whose cotangents it reads.
+        there = [k for k, meta in enumerate(joint.layout) if meta is not None]
+        read = dict(zip(joint.cotangents, (1 << k for k in there), strict=True))
+        for index, value in enumerate(joint.graph.values):
+            for use in value.uses:
+                read[index] = read.get(index, 0) | read.get(use, 0)
+        # A gradient that reads no cotangent is that of a constant: zeros for any of them.
+        every = sum(1 << k for k in there)
+        for operand, ref in enumerate(joint.gradients):
+            outputs = 0 if ref is None else read.get(ref.index, 0) or every
+            found[operand] |= united_bits(returned_of, outputs)
         return tuple(found)
 
     @once_a_region
@@ -289,8 +284,8 @@ class Link:
         """The metadata of what the stage returns; `requires_grad` where gradients flow."""
         region, joint = self.region, self.region.stages(self.roots).joint
         with on_fakes(region.operands) as fakes, torch.no_grad():
-            tensors, *_ = self.run(fakes, Pass(Numerics.current()), save=False)
-            metas = [TensorMeta.of(each) for each in tensors]
+            tensors, *_ = Pass(Numerics.current()).run(self, region, fakes)
+            metas = [TensorMeta.of(each) for each in without_none(tensors)]
         flows = [
             not (view.is_cut or view.is_detached)
             and (
@@ -332,7 +327,7 @@ class Pass:
         *,
         save: bool = False,
     ) -> _Ran:
-        """Runs a link's region, or one derived from it."""
+        """Runs a link's region, or one derived from it; `save` for its backward to read."""
         way = self._ways.get((region, save))
         if way is None:
             call = Call(region, link.roots, self.numerics, link.labels)
@@ -346,7 +341,7 @@ class Pass:
             assert isinstance(forward, Forward), "a link's region is traced"
             is_alone = forward.is_alone and not forward.untracked
             if is_alone and forward.numerics.are_met_by(self.numerics):
-                return _run_of(call, forward)
+                return _run_by_program(call, forward)
         if not save:
             return lambda tensors: (*bind_all(call, tensors), ())
 
@@ -358,7 +353,7 @@ class Pass:
         return saving
 
 
-def _run_of(call: Call, forward: Forward) -> _Way:
+def _run_by_program(call: Call, forward: Forward) -> _Way:
     quiet = forward.program.quiet
     num_outputs, num_mutations, num_saved, _ = forward.shape
     first_saved = num_outputs + num_mutations
@@ -371,22 +366,6 @@ def _run_of(call: Call, forward: Forward) -> _Way:
         return returned, found[num_outputs:first_saved], found[first_saved:end]
 
     return run
-
-
-def _outputs_of_gradients(joint: Joint) -> list[set[int]]:
-    """For each operand the outputs whose cotangents its gradient reads."""
-    values, taken = joint.graph.values, iter(joint.cotangents)
-    read: list[set[int]] = [set() for _ in values]
-    for output, meta in enumerate(joint.layout):
-        if meta is not None:
-            read[next(taken)].add(output)
-    for index, value in enumerate(values):
-        read[index].update(*(read[use] for use in value.uses))
-    every = {output for output, meta in enumerate(joint.layout) if meta is not None}
-    # A gradient that reads no cotangent is that of a constant: zeros for any of them.
-    return [
-        set() if ref is None else read[ref.index] or every for ref in joint.gradients
-    ]
 
 
 def pull_back(
@@ -409,6 +388,15 @@ def pull_back(
     with torch.enable_grad():
         found = iter(pull([*leaves, *without_none(cotangents)]))
     return [next(found) if k in wanted else None for k in range(len(tensors))]
+
+
+def united_bits(bits: Sequence[int], places: int) -> int:
+    """What of a link's operands or outputs, as bits, is at some places, bits themselves."""
+    united = 0
+    for place, each in enumerate(bits):
+        if places >> place & 1:
+            united |= each
+    return united
 
 
 def without_none(tensors: Sequence[Tensor | None]) -> list[Tensor]:

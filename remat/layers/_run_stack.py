@@ -110,26 +110,9 @@ def _stage_draws(where: str) -> ImplicitRandomnessError:
     )
 
 
-def _require_own_buffers(links: Sequence[Link], captured: Sequence[Tensor]) -> None:
-    """Refuses buffers that two stages change."""
-    counts = Counter(place for link in links for place in link.written)
-    shared = [place for place, count in counts.items() if count > 1]
-    if not shared:
-        return
-    raise refusal(
-        MutationError,
-        where="a scheduled stack",
-        what="changes a buffer in more than one stage: "
-        f"{TensorMeta.of(captured[shared[0]])}.",
-        why="A stage that runs again must find the buffer unchanged.",
-        do="Put the module into eval mode, move the changing state into the "
-        "carry, or leave the schedule out.",
-    )
-
-
 def stage_of(link: Link, after: Sequence[TensorMeta]) -> Stage:
     """A stage's cost and bytes; `after` is the metadata of the state that it makes."""
-    cost, record_bytes = _costs(link)
+    cost, record_bytes = _stage_costs(link)
     before_bytes, after_bytes = (
         sum(meta.size_bytes for meta in metas) for metas in (link.state, after)
     )
@@ -137,7 +120,7 @@ def stage_of(link: Link, after: Sequence[TensorMeta]) -> Stage:
 
 
 @once_a_region
-def _costs(link: Link) -> tuple[int, int]:
+def _stage_costs(link: Link) -> tuple[int, int]:
     """What a stage costs, by what it computes and writes, and the bytes of its record."""
     stages = link.region.stages(link.roots)
     analysis, roots = stages.analysis, stages.analysis.roots
@@ -158,14 +141,23 @@ def run_scheduled(
     stack: Stack,
     schedule: AbstractSchedule,
     stages: tuple[Stage, ...],
-    returned: Sequence[TensorMeta],
     tensors: Sequence[Tensor],
 ) -> list[Tensor]:
     """Runs the stack by a schedule, and writes its buffers back once."""
-    _require_own_buffers(stack.links, tensors[stack.num_entered :])
+    shared = [place for place, n in Counter(stack.written).items() if n > 1]
+    if shared:
+        raise refusal(
+            MutationError,
+            where="a scheduled stack",
+            what="changes a buffer in more than one stage: "
+            f"{TensorMeta.of(tensors[shared[0]])}.",
+            why="A stage that runs again must find the buffer unchanged.",
+            do="Put the module into eval mode, move the changing state into the "
+            "carry, or leave the schedule out.",
+        )
     operands = tuple(map(TensorMeta.of_operand, tensors))
     stack = dataclasses.replace(stack, operands=operands)
-    flows = tuple(meta.requires_grad for meta in returned)
+    flows = tuple(meta.requires_grad for meta in stack.links[-1].returned())
     region = scheduled(stack, _actions_of(schedule, stages), flows)
     if is_lifting():
         tensors = list(map(lift, tensors))

@@ -26,7 +26,7 @@ from remat._tracing.thread import is_lifting, lift
 from remat._user_lines import warn
 from remat.layers import _run_stack, _unrolled
 from remat.layers._links import laid_densely, relaid, resolved, stand_ins
-from remat.layers._stack import Stack
+from remat.layers._stack import Stack, slices_of, stacked_rows
 from remat.policies import everything_saveable
 from remat.schedules import AbstractSchedule
 from remat.schedules._contract import require_schedule
@@ -118,7 +118,7 @@ def scan(
     while True:
         try:
             return call.run(f, policy, schedule)
-        except _OtherDtype as error:
+        except _CarryDtypeChanged as error:
             call = call.promoted(error)
 
 
@@ -145,7 +145,7 @@ class _Scan(NamedTuple):
         if isinstance(xs, Iterator):
             items = list(cast("Iterator[Any]", xs))
             lengths |= {len(items)} if items else set()
-            xs = _stacked(items)
+            xs = _stack_iterated(items)
         scanned, xs_tree = trees.Frame.of(xs)
         return cls(
             stepping(f),
@@ -169,7 +169,7 @@ class _Scan(NamedTuple):
         policy = everything_saveable if policy is None else policy
         return self.by_schedule(remat(self.step, policy=policy, rng="keys"), schedule)
 
-    def promoted(self, error: _OtherDtype) -> _Scan:
+    def promoted(self, error: _CarryDtypeChanged) -> _Scan:
         """The call with the number that changed its dtype, in its new dtype."""
         place, carry, numbers = error.place, [*self.carry], {**self.numbers}
         number, dtype = numbers.pop(place, None), carry[place].dtype
@@ -179,14 +179,6 @@ class _Scan(NamedTuple):
             raise CarryError(str(error)) from None
         carry[place] = torch.tensor(number, dtype=dtype)
         return self._replace(carry=carry, numbers=numbers)
-
-    def slices(self) -> list[Any]:
-        """The slices of each step; made at once, or the backward would be quadratic."""
-        if not self.scanned:
-            return [self.xs_tree.around([])] * self.length
-        parts = zip(*(each.unbind(0) for each in self.scanned), strict=True)
-        found = [self.xs_tree.around(part) for part in parts]
-        return found[::-1] if self.is_reversed else found
 
     def without_steps(self) -> tuple[Any, Any]:
         carry = self.carry_tree.around(self.carry)
@@ -200,14 +192,11 @@ class _Scan(NamedTuple):
         carry = self.carry_tree.around(self.carry)
         rows: list[list[Tensor]] = []
         tree = trees.Frame.of(None)[1]
-        for x in self.slices():
-            carry, y = step(carry, x)
+        for parts in slices_of(self.scanned, self.length, self.is_reversed):
+            carry, y = step(carry, self.xs_tree.around(parts))
             row, tree = trees.Frame.of(y)
             rows.append(row)
-        if self.is_reversed:
-            rows.reverse()
-        stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
-        return carry, tree.around(stacked)
+        return carry, tree.around(stacked_rows(rows, self.is_reversed))
 
     def by_regions(self, region: DecoratedFunction[..., Any]) -> tuple[Any, Any]:
         entry, roots, captured = region.entry_of(self._stand_ins(), {})
@@ -235,7 +224,7 @@ class _Scan(NamedTuple):
         stages = (_run_stack.stage_of(link, returned[:count]),) * self.length
         counts = count, len(self.scanned), len(returned) - count
         stack = Stack([link] * self.length, *counts, is_reversed=self.is_reversed)
-        found = _run_stack.run_scheduled(stack, schedule, stages, returned, tensors)
+        found = _run_stack.run_scheduled(stack, schedule, stages, tensors)
         return entry.output.around(found)
 
     def metas(self) -> list[TensorMeta]:
@@ -256,7 +245,7 @@ class _Scan(NamedTuple):
         return carry, self.xs_tree.around(leaves[count:])
 
 
-def _stacked(items: list[Any]) -> Any:
+def _stack_iterated(items: list[Any]) -> Any:
     """What an iterator gave, as `scan` takes it; nothing for none."""
     if not items:
         return None
@@ -274,7 +263,7 @@ def _stacked(items: list[Any]) -> Any:
                 why="One trace serves all steps, so all slices must be alike.",
                 do="Give each slice the same structure, with tensors in the same places.",
             ) from error
-    return tree.around([torch.stack(each) for each in zip(*rows, strict=True)])
+    return tree.around(stacked_rows(rows, is_reversed=False))
 
 
 def stepping(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -320,12 +309,12 @@ def _next_carry(old: Any, new: Any) -> Any:
         )
         if one.dtype == other.dtype:
             raise error
-        raise _OtherDtype(str(error), place, other.dtype)
+        raise _CarryDtypeChanged(str(error), place, other.dtype)
     return tree.around(leaves)
 
 
 @final
-class _OtherDtype(CarryError):
+class _CarryDtypeChanged(CarryError):
     """A leaf of the carry, at `place`, came back in another dtype."""
 
     def __init__(self, text: str, place: int, dtype: torch.dtype) -> None:

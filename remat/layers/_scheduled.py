@@ -87,28 +87,18 @@ class Held:
 class Swept(WithoutProgram):
     """The region of a scheduled stack."""
 
+    parts: _SplitSchedule
     sweep: Sweep
     #: The function of the stack as a region that runs again.
     plain: Region
-    #: How many buffers it changes.
-    num_written: int
-    #: For each output whether a cotangent can come back.
-    flows: tuple[bool, ...]
     held: Held
-    #: What runs the backward; None where another level of reverse mode has the backward.
-    replay: Callable[[Asked], Replayed] | None
-    #: The mapped stack, where reverse mode is taken below.
-    batch: Callable[[Batch], tuple[Swept, tuple[int | None, ...]]] | None
+    #: Whether its backward reads what the forward saved: no other level of reverse mode has it.
+    keeps: bool = True
     num_leading: int = 0
 
     # Without annotations, so that these are no fields. The outputs are what is returned.
     views = None
     policy_text = "a schedule"
-
-    @property
-    def keeps(self) -> bool:
-        """Whether its backward reads what the forward saved."""
-        return self.replay is not None
 
     @property
     def is_derivative(self) -> bool:
@@ -126,19 +116,21 @@ class Swept(WithoutProgram):
         def run(tensors: Sequence[Tensor], numerics: Numerics) -> Results:
             with torch.no_grad():
                 found = self.sweep(tensors, save, numerics)
-            count = len(self.flows)
-            last = count + self.num_written
+            flows = self.parts.flows
+            count = len(flows)
+            last = count + len(self.parts.stack.written)
             outputs, mutations, rest = found[:count], found[count:last], found[last:]
             if save:
                 self.held.put(rest[1:])
-            return Results(outputs, mutations, saved=rest[:1], flows=self.flows)
+            return Results(outputs, mutations, saved=rest[:1], flows=flows)
 
         return run
 
     def vjp(self, roots: Roots, asked: Asked) -> Region:
         """The region that carries out the rest of the schedule."""
         again = self.plain.vjp(roots, asked)
-        return Pulled(self.replay(asked), again, self.held) if self.replay else again
+        replay = functools.partial(self.parts.replay, asked, self.held.ledger)
+        return Pulled(replay, again, self.held) if self.keeps else again
 
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
@@ -147,8 +139,12 @@ class Swept(WithoutProgram):
 
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
         """The region of the mapped stack; if `save`, reverse mode is above, per example."""
-        if not save and self.batch is not None:
-            return Batched(*self.batch(batch))
+        if not save and self.keeps:
+            stack, flows = self.parts.stack, self.parts.flows
+            actions = (*self.parts.forward, *self.parts.backward)
+            region = scheduled(stack.batched(batch), actions, flows)
+            dims = (0,) * (len(flows) - stack.num_rows) + (1,) * stack.num_rows
+            return Batched(region, (*dims, *(batch.dims[k] for k in stack.written)))
         plain = self.plain.batched(roots, batch, save=False).region
 
         def sweep(
@@ -157,9 +153,7 @@ class Swept(WithoutProgram):
             over = mapped(lambda each: self.sweep(each, hold, numerics), None, batch, 0)
             return without_none(over(tensors))
 
-        region = dataclasses.replace(
-            self, sweep=sweep, plain=plain, replay=None, batch=None
-        )
+        region = dataclasses.replace(self, sweep=sweep, plain=plain, keeps=False)
         return Batched(region, None)
 
 
@@ -228,44 +222,32 @@ class Pulled(WithoutProgram):
 def scheduled(
     stack: Stack, actions: Sequence[Action], flows: tuple[bool, ...]
 ) -> Swept:
-    """The region of a stack that is run by a schedule.
-
-    `flows` says of each tensor that the stack returns whether a cotangent can come back.
-    """
+    """The region of a stack that is run by a schedule."""
     first = next(k for k, each in enumerate(actions) if isinstance(each, Backward))
-    parts = _Parts(stack, actions[:first], actions[first:], stack.dependent_outputs())
+    forward, backward = actions[:first], actions[first:]
+    parts = _SplitSchedule(stack, forward, backward, flows, stack.dependent_outputs())
     held = Held()
-    for action in parts.forward:
+    for action in forward:
         held.ledger.enter(action)
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         return parts.sweep(tensors, False, Numerics.current())[: len(flows)]
 
-    def batch_of(batch: Batch) -> tuple[Swept, tuple[int | None, ...]]:
-        region = scheduled(stack.batched(batch), actions, flows)
-        dims = (0,) * (len(flows) - stack.num_rows) + (1,) * stack.num_rows
-        return region, (*dims, *(batch.dims[place] for place in stack.written))
-
     requires_grad = tuple(meta.requires_grad for meta in stack.operands)
-    return Swept(
-        parts.sweep,
-        rerun_of(run, requires_grad, parts.dependent_outputs),
-        len(stack.written),
-        flows,
-        held,
-        lambda asked: functools.partial(parts.replay, asked, held.ledger),
-        batch_of,
-    )
+    plain = rerun_of(run, requires_grad, parts.dependent_outputs)
+    return Swept(parts, parts.sweep, plain, held)
 
 
 @final
-@dataclasses.dataclass(frozen=True)
-class _Parts:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _SplitSchedule:
     """A stack, and the actions of its forward and of its backward."""
 
     stack: Stack
     forward: Sequence[Action]
     backward: Sequence[Action]
+    #: For each output whether a cotangent can come back.
+    flows: tuple[bool, ...]
     #: For each operand, as bits, the outputs that may depend on it.
     dependent_outputs: tuple[int, ...]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from remat._graph.meta import TensorMeta
 from remat._regions.functions import Batch, mapped
 from remat._tracing.trace import Flat
-from remat.layers._links import Link, dense_stride, on_fakes, without_none
+from remat.layers._links import Link, dense_stride, on_fakes, united_bits, without_none
 
 _T = TypeVar("_T")
 
@@ -60,19 +60,6 @@ class Stack:
         """Which slice a stage takes."""
         return len(self.links) - 1 - stage if self.is_reversed else stage
 
-    def slices(self, scanned: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """The slices of each stage; made at once, or the backward would be quadratic."""
-        parts = [each.unbind(0) for each in scanned]
-        return [
-            tuple(part[self.place(stage)] for part in parts)
-            for stage in range(len(self.links))
-        ]
-
-    def stacked(self, rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The other results of the stages, one row each, in the order of the slices."""
-        order = reversed(rows) if self.is_reversed else rows
-        return [torch.stack(column) for column in zip(*order, strict=True)]
-
     def parted(self, returned: Sequence[_T]) -> tuple[list[_T], list[_T]]:
         """The state among what a link or the stack returns, and the other results."""
         count = len(returned) - self.num_rows
@@ -89,7 +76,7 @@ class Stack:
             if link is behind[0] and state == behind[1]:
                 continue  # It would find what the stage behind it found, and change nothing.
             behind = link, state
-            bits = [_united([*state, *rows], each) for each in link.dependent_outputs]
+            bits = [united_bits([*state, *rows], k) for k in link.dependent_outputs]
             state, others = bits[: link.num_state], bits[link.num_state :]
             captured = [self.num_entered + place for place in link.captured]
             places = [*range(self.num_state, self.num_entered), *captured]
@@ -136,13 +123,20 @@ class Stack:
         return enter
 
 
-def _united(bits: Sequence[int], places: int) -> int:
-    """The bits at these places of a stack, which are bits themselves."""
-    united = 0
-    for place, each in enumerate(bits):
-        if places >> place & 1:
-            united |= each
-    return united
+def slices_of(
+    scanned: Sequence[Tensor], count: int, is_reversed: bool
+) -> list[tuple[Tensor, ...]]:
+    """The slices of each stage; made at once, or the backward would be quadratic."""
+    if not scanned:
+        return [()] * count
+    found = [*zip(*(each.unbind(0) for each in scanned), strict=True)]
+    return found[::-1] if is_reversed else found
+
+
+def stacked_rows(rows: Sequence[Sequence[Tensor]], is_reversed: bool) -> list[Tensor]:
+    """The other results of the stages, one row each, in the order of the slices."""
+    order = reversed(rows) if is_reversed else rows
+    return [torch.stack(column) for column in zip(*order, strict=True)]
 
 
 def _map_link(

@@ -186,7 +186,7 @@ def test_a_sum_changes_nobodys_gradient() -> None:
     """What comes first may be a cotangent; only a sum of its own grows in place."""
     first, second, third = (seeded(3, seed=seed) for seed in range(3))
     kept = [each.clone() for each in (first, second, third)]
-    total = _executor._Sum(is_quiet=True)  # pyright: ignore[reportPrivateUsage]
+    total = _executor._GradientSum(is_quiet=True)  # pyright: ignore[reportPrivateUsage]
     for each in (None, first, None, second, third):
         total.add(each)
 
