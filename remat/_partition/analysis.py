@@ -21,8 +21,7 @@ from remat._graph.values import Graph, Ref, roots
 from remat._torch import sizes
 from remat._torch.taking_functions import Applied
 
-#: For each class that may be saved how it waits.
-Decisions = dict[int, policies.Save]
+Decisions = dict[int, policies.Save]  # for each class that may be saved how it waits
 
 
 @final
@@ -39,16 +38,14 @@ class Analysis:
     @functools.cached_property
     def views(self) -> dict[int, policies.Value]:
         """What a policy is asked about: class -> the value as the policy sees it."""
-        graph = self.joint.graph
-        names = _names(self)
-        return {
-            self.numbers[index]: dataclasses.replace(
-                _policy_value(graph, index, names[self.numbers[index]]),
-                is_result=index in self.leaving,
-            )
-            for index in self.forward
-            if self.is_saveable(index) and self.roots[index] == index
-        }
+        graph, names = self.joint.graph, _names(self)
+        found: dict[int, policies.Value] = {}
+        for index in filter(self.is_saveable, self.forward):
+            if self.roots[index] == index:
+                number, is_result = self.numbers[index], index in self.leaving
+                value = _policy_value(graph, index, names[number])
+                found[number] = dataclasses.replace(value, is_result=is_result)
+        return found
 
     @property
     def named_operands(self) -> dict[int, policies.Value]:

@@ -28,6 +28,7 @@ from remat._graph.values import (
 from remat._partition.analysis import Analysis, Decisions
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+_CLONE = torch.ops.aten.clone.default
 
 
 @final
@@ -59,12 +60,12 @@ def permitted_members(analysis: Analysis, permitted: Decisions) -> frozenset[int
     """The forward values that may be saved, given the permitted classes."""
     values = analysis.joint.graph.values
     found: set[int] = set()
-    for member in analysis.members.values():
+    for member in filter(analysis.is_saveable, analysis.members.values()):
         root = product_of(values, member)
         is_own = analysis.roots[root] == root
         if is_own and analysis.numbers[root] in permitted:
             found.add(member)
-    return frozenset(index for index in found if analysis.is_saveable(index))
+    return frozenset(found)
 
 
 def cut(
@@ -97,12 +98,8 @@ def cut(
             steps.add(index)
             pending.extend(analysis.uses[index])
     saved = tuple(sorted(set(stand_ins.values())))
-    ranks = analysis.ranks
-    repeats = {
-        index: ranks[analysis.numbers[index]]
-        for index in steps
-        if analysis.numbers[index] in ranks
-    }
+    numbers, ranks = analysis.numbers, analysis.ranks
+    repeats = {k: ranks[numbers[k]] for k in steps if numbers[k] in ranks}
     return Cut(saved, tuple(sorted(steps)), stand_ins, frozenset(operands), repeats)
 
 
@@ -110,9 +107,6 @@ def starts(analysis: Analysis, wanted: Sequence[Ref | None]) -> list[int]:
     """Where the walk starts: the wanted gradients, and checks that raise."""
     found = [ref.index for ref in wanted if ref is not None]
     return [*found, *analysis.checks] if found else []
-
-
-_CLONE = torch.ops.aten.clone.default
 
 
 def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int, ...]]:
@@ -123,18 +117,11 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
     one of them in place. With the graph comes which outputs are views of something that nothing
     else holds: they must be returned as plain tensors, which the caller may change in place.
     """
-    ranks = itertools.count()
-    values = [
-        value
-        if value.op is None or value.is_backward
-        else dataclasses.replace(value, rank=next(ranks))
-        for value in joint.graph.values
-    ]
-    effects = [
-        index
-        for index, value in enumerate(values)
-        if not value.is_backward and has_effect(value)
-    ]
+    ranks, effects, values = itertools.count(), list[int](), [*joint.graph.values]
+    for index, value in enumerate(values):
+        if value.op is not None and not value.is_backward:
+            values[index] = dataclasses.replace(value, rank=next(ranks))
+            effects += [index] if has_effect(value) else []
     outputs = _clone_shared(joint, values)
     graph = dataclasses.replace(joint.graph, values=tuple(values))
     held = (*(new for _, new in joint.mutations), *(Ref(index) for index in saved))
@@ -185,13 +172,8 @@ def backward_graph(
     ]
     places = {index: position for position, index in enumerate(inputs)}
     places |= {index: places[stands] for index, stands in found.stand_ins.items()}
-    new = Building(
-        [
-            Value(None, meta=values[index].meta, names=values[index].names)
-            for index in inputs
-        ],
-        places,
-    )
+    given = [Value(None, meta=values[k].meta, names=values[k].names) for k in inputs]
+    new = Building(given, places)
     for index in late(values, found.steps):
         value = values[index]
         is_draw = operators.draws(value) and not value.is_backward
@@ -265,11 +247,7 @@ def unique_outputs(
         else:
             views.append(View(len(unique), None, None, False))
             unique.append((ref, placement))
-    checks = [
-        index
-        for index, value in enumerate(graph.values)
-        if operators.is_check(value.op)
-    ]
+    checks = [k for k, each in enumerate(graph.values) if operators.is_check(each.op)]
     refs = tuple(ref for ref, _ in unique)
     pruned = prune(dataclasses.replace(graph, outputs=refs), checks)
     return pruned, tuple(views), tuple(spread for _, spread in unique)

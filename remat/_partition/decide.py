@@ -20,12 +20,7 @@ from remat.policies._sizes import show_size
 
 
 def decide(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
-    """The classes that a policy of any kind lets be saved, and how.
-
-    Raises:
-        BudgetError: the policy is a budget that cannot be met.
-        PolicyError: the policy belongs to a plan for another program.
-    """
+    """The classes that a policy lets be saved, and how; it may refuse the program."""
     return policy.decide_all(_Values(analysis))
 
 
