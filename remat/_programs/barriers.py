@@ -59,10 +59,9 @@ def kept(tensor: Tensor) -> Tensor:
 
 
 def held_back(graph: Graph, num_saved: int, num_cotangents: int) -> Graph:
-    """The program with copies (`remat.hold`) that a compiler cannot see through.
+    """A backward program (saved values, operands, cotangents -> gradients) with barriers.
 
-    A backward program: saved values, operands, cotangents -> gradients. Of its inputs the first
-    `num_saved` are saved values, and the last `num_cotangents` are cotangents.
+    They are copies (`remat.hold`) that a compiler cannot see through.
     """
     writing = _Writing(graph, num_saved, num_cotangents)
     for index in range(graph.num_inputs, len(graph.values)):

@@ -36,10 +36,7 @@ def can_compile(graph: Graph) -> bool:
 
 
 def function_of(graph: Graph) -> Callable[[list[Tensor]], list[Any]]:
-    """The graph as a function that empties its list; no gradient is recorded.
-
-    It is compiled when it is first run, for the tensors that it then gets.
-    """
+    """The graph as a function that empties its list, compiled when it is first run."""
     compiled: list[Callable[..., list[Any]]] = []
 
     def run(inputs: list[Tensor]) -> list[Any]:

@@ -97,26 +97,23 @@ def _is_sure(value: Value) -> bool:
 def _written(graph: Graph) -> tuple[Callable[..., list[Any]], list[Tensor]]:
     """The interpreter's function, and the constants that it takes after the inputs."""
     steps = runners.Interpreted()
-    given = range(graph.num_inputs)
-    fixed = [
-        index
-        for index, value in enumerate(graph.values)
-        if value.op is operators.constant
-    ]
-    inputs = steps.inputs(len(given) + len(fixed))
-    made = {index: [each] for index, each in zip((*given, *fixed), inputs, strict=True)}
-    for index, value in enumerate(graph.values):
+    values = graph.values
+    fixed = [k for k, each in enumerate(values) if each.op is operators.constant]
+    given = [*range(graph.num_inputs), *fixed]
+    inputs = steps.inputs(len(given))
+    made = {index: [each] for index, each in zip(given, inputs, strict=True)}
+    for index, value in enumerate(values):
         if index in made:
             continue
-        if value.op is operator.getitem:
+        op: Any = value.op
+        if op is operator.getitem:
             maker, place = value.args
             made[index] = [made[maker.index][place]]
             continue
-        op: Any = value.op
         args, kwargs = replace_refs((value.args, value.kwargs), lambda k: made[k][0])
         outputs = steps.call(op, operators.arguments(op, tuple(args), dict(kwargs)))
         if isinstance(value.meta, tuple) and len(outputs) == 1:
             outputs = steps.unpack(outputs[0], len(value.meta))
         made[index] = outputs
     outputs = [made[ref.index][0] for ref in graph.outputs if ref is not None]
-    return steps.function(outputs), [graph.values[index].args[0] for index in fixed]
+    return steps.function(outputs), [values[index].args[0] for index in fixed]

@@ -39,8 +39,7 @@ from remat._partition.analysis import bytes_of
 from remat._partition.peak import peak_of_run
 from remat._torch import autograd, guards, levels
 
-#: A function that empties a list of inputs.
-_Run = Callable[[list[Tensor]], list[Any]]
+_Run = Callable[[list[Tensor]], list[Any]]  # a function that empties a list of inputs
 #: Which input of the program before each input is, None for another one.
 _Places = tuple[int | None, ...]
 
@@ -143,11 +142,8 @@ class Lender:
         added = sorted(wanted - self.lent)
         alone = max(self._bytes(), next_bytes)
         most = alone + max(alone * _MOST_PART, _FEW_BYTES)
-        count = bisect.bisect_right(
-            range(len(added)),
-            most,
-            key=lambda last: self._bytes((*self.lent, *added[: last + 1])),
-        )
+        firsts = [(*self.lent, *added[: count + 1]) for count in range(len(added))]
+        count = bisect.bisect_right(firsts, most, key=self._bytes)
         self.lent = self.lent.union(added[:count])
 
     def _bytes(self, lent: Sequence[int] = ()) -> int:
@@ -167,10 +163,8 @@ def _variant(graph: Graph, taken: Sequence[int], lent: Sequence[int]) -> Graph:
     if not taken and not lent:
         return graph
     given = [*range(graph.num_inputs), *taken]
-    new = Building(
-        [Value(None, meta=graph.values[index].meta) for index in given],
-        {index: place for place, index in enumerate(given)},
-    )
+    inputs = [Value(None, meta=graph.values[index].meta) for index in given]
+    new = Building(inputs, {index: place for place, index in enumerate(given)})
     for index in range(graph.num_inputs, len(graph.values)):
         if index not in new.places:
             new.copy(index, graph.values[index])
@@ -187,18 +181,15 @@ def _equal_values(
     `places` says which input of the first each of the second's is, None for another tensor;
     `lent` is what is wanted of the second beside its outputs.
     """
-    line, numbering = Building(first.values, {}), Numbering(first.values)
+    known = {k: place for k, place in enumerate(places) if place is not None}
+    line, numbering = Building(first.values, known), Numbering(first.values)
     ones = {numbering.numbers[index]: index for index in _lendable(first)}
-    line.places = {k: place for k, place in enumerate(places) if place is not None}
     for index, value in enumerate(second.values):
         if index not in line.places:
             line.copy(index, value)
             numbering.add(line.values[-1])
-    equal = {
-        index: ones[numbering.numbers[line.places[index]]]
-        for index in _lendable(second)
-        if numbering.numbers[line.places[index]] in ones
-    }
+    numbers = {k: numbering.numbers[line.places[k]] for k in _lendable(second)}
+    equal = {k: ones[number] for k, number in numbers.items() if number in ones}
     seen = set[int]()
     pending = [*lent, *(ref.index for ref in second.outputs if ref is not None)]
     while pending:

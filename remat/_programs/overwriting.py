@@ -25,12 +25,8 @@ _FEWEST_BYTES = 2**16
 _aten: Any = torch.ops.aten
 
 # Views with every element of a tensor.
-_OF_ALL = frozenset(
-    (
-        *(_aten.view.default, _aten._unsafe_view.default),
-        *(_aten.t.default, _aten.transpose.int, _aten.permute.default),
-    )
-)
+_RESHAPED = (_aten.view.default, _aten._unsafe_view.default)
+_OF_ALL = (*_RESHAPED, _aten.t.default, _aten.transpose.int, _aten.permute.default)
 
 # Beside pointwise operators: each gives tensors that share memory with nothing.
 _MORE = (

@@ -76,24 +76,20 @@ class Program:
             with torch.no_grad():
                 if self.is_compiled and not modes.is_watched():
                     return self._short(inputs)
-                return self._consume_with_gradient(inputs)
+                return self.consume_with_gradient(inputs)
         with modes.below_autograd():
             if modes.is_watched():
-                return self._consume_with_gradient(inputs)
+                return self.consume_with_gradient(inputs)
             return self._short(inputs)
 
-    def with_gradient(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """The outputs, differentiable operator by operator if the caller wants that."""
-        return self._consume_with_gradient(list(inputs))
-
-    def _consume_with_gradient(self, inputs: list[Tensor]) -> list[Any]:
+    def consume_with_gradient(self, inputs: list[Tensor]) -> list[Any]:
+        """`consume`, differentiable operator by operator if the caller wants that."""
         if tracer.proxy_is_active():
             outer = current()
             if outer is not None:
                 outer.is_custom |= self.is_custom
-            if tracer.is_in_compiler():
-                return interpret(self._held_back, inputs)
-            return interpret(self.graph, inputs)
+            is_compiling = tracer.is_in_compiler()
+            return interpret(self._held_back if is_compiling else self.graph, inputs)
         watcher = watching.watcher()
         if watcher is None:
             return self._run(inputs)
@@ -105,10 +101,8 @@ class Program:
         # Of a compiled program each variant would be compiled, which takes seconds.
         if not self.is_borrowing or self.backend is not None:
             return None
-        alone = dataclasses.replace(self, is_borrowing=False)
-        return Lender(
-            self.graph, lambda graph: dataclasses.replace(alone, graph=graph).consume
-        )
+        alone = functools.partial(dataclasses.replace, self, is_borrowing=False)
+        return Lender(self.graph, lambda graph: alone(graph=graph).consume)
 
     @functools.cached_property
     def is_compiled(self) -> bool:
@@ -261,9 +255,8 @@ class _Writer:
         op = self._bindings.get(index, value.op)
         if value.in_place:
             op = operators.IN_PLACE_OF[value.op]
-            arguments[0] = (
-                f"{self._bind('empty_like', torch.empty_like)}({arguments[0]})"
-            )
+            empty_like = self._bind("empty_like", torch.empty_like)
+            arguments[0] = f"{empty_like}({arguments[0]})"
         elif schemas.needs_grad_mode(value.op):
             op = schemas.with_grad_mode(value.op)
         name = operators.short_name(value.op).replace(".", "_")
@@ -273,21 +266,18 @@ class _Writer:
         if isinstance(tree, (tuple, list)):
             items = [self._literal(item) for item in tree]  # pyright: ignore[reportUnknownVariableType]
             return f"[{', '.join(items)}]"
-        if type(tree) in _SIMPLE:
-            return repr(tree)
-        if type(tree) is float and tree - tree == 0.0:
+        is_finite = type(tree) is float and tree - tree == 0.0
+        if is_finite or type(tree) in _SIMPLE:
             return repr(tree)
         for index in refs(tree):
             return f"v{index}"
         return self._bind("literal", tree)
 
     def _bind(self, name: str, thing: Any) -> str:
-        known = self._names.get(id(thing))
-        if known is not None:
-            return known
-        unique, count = name, 2
-        while unique in self.bound:
-            unique, count = f"{name}_{count}", count + 1
-        self.bound[unique] = thing
-        self._names[id(thing)] = unique
-        return unique
+        if id(thing) not in self._names:
+            unique, count = name, 2
+            while unique in self.bound:
+                unique, count = f"{name}_{count}", count + 1
+            self.bound[unique] = thing
+            self._names[id(thing)] = unique
+        return self._names[id(thing)]

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from remat._errors import RecomputationError, refusal
-from remat._graph.values import Ref, label
-from remat._partition.analysis import Analysis
-from remat._partition.cut import backward_graph, cut
+from remat._graph.values import Graph
 from remat._programs.program import Program
 from remat._torch import tracer
 from remat._torch.tensors import same_bits
@@ -18,40 +16,33 @@ from remat._torch.tensors import same_bits
 Verification = Callable[[Sequence[Tensor]], None]
 
 
-def verification(
-    analysis: Analysis, saved: tuple[int, ...], is_exact: Sequence[bool]
-) -> Verification:
-    """The comparison for the values that a region saves, bit by bit.
+def verification(graph: Graph, labels: Sequence[str]) -> Verification:
+    """The comparison of saved values, so labelled, with the outputs of a graph, bit by bit.
 
-    `is_exact`: which of them come back from their storage to the last bit.
+    `graph` recomputes them; None among its outputs stands for one that its storage rounds.
     """
-    wanted = tuple(Ref(index) for index in saved)
-    found = cut(analysis, frozenset(), wanted)
-    graph = backward_graph(analysis.joint, found, saved, wanted)
     program = Program(graph, "verification")
-    labels = [label(analysis.joint.graph, index) for index in saved]
 
     def verify(tensors: Sequence[Tensor]) -> None:
         if tracer.proxy_is_active():
             return
         # After them may come tangents.
         again = program(tensors[: graph.num_inputs])
-        rows = zip(labels, is_exact, tensors, again, strict=False)
-        for name, each_is_exact, first, second in rows:
-            if each_is_exact and not same_bits(first, second):
-                raise _differs(name, first, second)
+        for label, first, second in zip(labels, tensors, again, strict=False):
+            if second is not None and not same_bits(first, second):
+                raise _differs(label, first, second)
 
     return verify
 
 
-def _differs(name: str, first: Tensor, second: Tensor) -> RecomputationError:
+def _differs(label: str, first: Tensor, second: Tensor) -> RecomputationError:
     different = first != second
     count = int(different.sum())
     place = int(different.flatten().to(torch.uint8).argmax()) if count else 0
     was, now = (each.flatten()[place].item() for each in (first, second))
     return refusal(
         RecomputationError,
-        where=name,
+        where=label,
         what=f"the recomputation differs from the forward in {count} of "
         f"{first.numel()} elements, first in element {place}: {was!r} was saved, {now!r} is "
         "recomputed.",

@@ -7,6 +7,7 @@ values, its forward. `_regions.traced` says which derived regions get them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from remat._errors import RecomputationError, TraceError, refusal
 from remat._graph.joint import Joint, View
 from remat._graph.merging import merge
 from remat._graph.meta import TensorMeta, is_spread
-from remat._graph.values import Graph, Ref
+from remat._graph.values import Graph, Ref, label
 from remat._partition.analysis import Analysis, analyze
 from remat._partition.cut import backward_graph, cut, unique_outputs
 from remat._partition.stages import Stages
@@ -51,11 +52,9 @@ def backward_given(
     cotangents = [meta for meta in asked.cotangents if meta is not None]
     inputs = [*operands, *state_metas(kept.analysis), *cotangents]
     placements = [meta.placement for meta in inputs]
+    graph = _recomputing(kept, [ref for ref, _ in wanted], is_cut=True)
     unique, views, spread = unique_outputs(
-        _recomputing(kept, [ref for ref, _ in wanted], is_cut=True),
-        count,
-        placements,
-        [spread for _, spread in wanted],
+        graph, count, placements, [spread for _, spread in wanted]
     )
     is_spread = any(each is not None for each in (*placements, *spread))
     program = Program(
@@ -66,23 +65,22 @@ def backward_given(
         num_cotangents=len(cotangents),
         is_borrowing=asked.is_borrowing,
     )
-    is_exact = [each.is_exact for each in kept.storages]
     # Recomputes what is saved, except values that their storage rounds.
-    exact = [
-        Ref(index) if each else None
-        for index, each in zip(kept.saved, is_exact, strict=True)
-    ]
+    pairs = zip(kept.saved, kept.storages, strict=True)
+    exact = [Ref(index) if storage.is_exact else None for index, storage in pairs]
+    origins = _recomputing(kept, exact, is_cut=False) if any(exact) else None
+    labels = [label(joint.graph, index) for index in kept.saved]
     return Forward(
         program,
         (len(unique.outputs), 0, 0, 0),
         function.numerics,
         count,
         verification=(
-            verification(kept.analysis, kept.saved, is_exact) if kept.verify else None
+            verification(origins, labels) if kept.verify and origins else None
         ),
         placements=spread if is_spread else None,
         views=views,
-        origins=_recomputing(kept, exact, is_cut=False) if any(exact) else None,
+        origins=origins,
     )
 
 
@@ -96,20 +94,13 @@ def _recomputing(kept: Kept, wanted: Sequence[Ref | None], *, is_cut: bool) -> G
 def mapped_given(
     forward: Forward, batch: Batch
 ) -> tuple[Forward, tuple[int | None, ...]]:
-    """The per-example forward, mapped, and the mapped dimension of each of its results.
-
-    It takes physical tensors; its outputs are mapped over dimension 0.
-    """
+    """The mapped forward, over physical tensors, and the mapped dimension of each result."""
     dims: list[int | None] = []
     count = forward.shape[0]
 
     def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        over = levels.restore_vmap(
-            lambda *inputs: tuple(forward.program(inputs)),
-            batch.dims,
-            batch.size,
-            batch.randomness,
-        )
+        how = batch.dims, batch.size, batch.randomness
+        over = levels.restore_vmap(lambda *each: tuple(forward.program(each)), *how)
         found, found_dims = over(*tensors)
         outputs = [
             mapped_first(tensor, dim, batch.size)
@@ -122,11 +113,10 @@ def mapped_given(
     first = count + forward.shape[1]
     added = dims[first : first + forward.shape[2]]
     before = forward.mapped or ((),) * len(added)
+    title = f"mapped_{forward.program.title}"
     over = dataclasses.replace(
         forward,
-        program=dataclasses.replace(
-            forward.program, graph=graph, title=f"mapped_{forward.program.title}"
-        ),
+        program=dataclasses.replace(forward.program, graph=graph, title=title),
         untracked=(),
         verification=None,
         mapped=tuple(map(_with_mapped, before, added)),
@@ -138,9 +128,7 @@ def mapped_given(
 
 def _with_mapped(dims: tuple[int, ...], new: int | None) -> tuple[int, ...]:
     """The mapped dimensions of a value when one more has been put in front of `new`."""
-    if new is None:
-        return dims
-    return (new, *[dim + (dim >= new) for dim in dims])
+    return dims if new is None else (new, *[dim + (dim >= new) for dim in dims])
 
 
 def are_outputs(views: tuple[View, ...]) -> bool:
@@ -197,11 +185,7 @@ def analysis_for(
 def _found_again(
     first: Analysis, again: Analysis, saved: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Finds the saved values of one trace in another, for cotangents of other layouts.
-
-    Raises:
-        RecomputationError: if the forwards of the two traces differ.
-    """
+    """Finds the saved values of one trace in another; refuses one whose forward differs."""
     ops, ops_again = (
         [each.joint.graph.values[index].op for index in each.forward]
         for each in (first, again)
@@ -256,25 +240,19 @@ def tangent_metas(
     operands: Sequence[TensorMeta], has_tangent: Sequence[bool]
 ) -> list[TensorMeta]:
     """The metadata of the operands' tangents."""
-    pairs = zip(operands, has_tangent, strict=True)
     return [
         dataclasses.replace(meta, requires_grad=meta.is_differentiable)
-        for meta, has in pairs
-        if has
+        for meta in itertools.compress(operands, has_tangent)
     ]
 
 
 def push(
-    forward: Forward,
-    tangents: Forward,
-    views: Sequence[View],
-    num_operands: int,
+    forward: Forward, tangents: Forward, views: Sequence[View], num_operands: int
 ) -> Forward:
     """The forward that takes tangents last, and returns tangents after its outputs.
 
-    Outputs, and what is saved, are the forward's to the last bit; what both programs compute
-    is computed once (see `_graph.merging`). `tangents` takes operands, generator states and
-    tangents, and returns that of which `views` make the tangents of the outputs.
+    What both programs compute is computed once (see `_graph.merging`). `tangents` takes operands,
+    generator states and tangents, and returns that of which `views` make the outputs' tangents.
     """
     program, (count, *_, num_states) = forward.program, forward.shape
     firsts, skip = program.graph.outputs, forward.num_leading
@@ -298,34 +276,30 @@ def push(
             return view
         return dataclasses.replace(view, operand=view.operand - num_states)
 
+    outputs = (*own[:count], *added, *own[count:])
+    num_cotangents = program.num_cotangents
     return dataclasses.replace(
         forward,
         program=dataclasses.replace(
             program,
-            graph=dataclasses.replace(
-                merged, outputs=(*own[:count], *added, *own[count:])
-            ),
+            graph=dataclasses.replace(merged, outputs=outputs),
             title=f"pushed_{program.title}",
             # A compiler may move up neither what reads a cotangent nor what a tangent.
-            num_cotangents=program.num_cotangents
-            and program.num_cotangents + num_given,
+            num_cotangents=num_cotangents and num_cotangents + num_given,
         ),
         shape=(count + num_added, *forward.shape[1:]),
         flows=_flows(forward, tangents),
-        untracked=(
-            *forward.untracked,
-            *(count + place for place in tangents.untracked),
-        ),
+        untracked=(*forward.untracked, *(count + k for k in tangents.untracked)),
         placements=_placements(forward, tangents),
         views=(*outputs_alone(count), *map(shifted, views)),
     )
 
 
-def _flows(forward: Forward, tangents: Forward) -> tuple[bool, ...] | None:
-    if forward.flows is None and tangents.flows is None:
+def _flows(*forwards: Forward) -> tuple[bool, ...] | None:
+    if all(one.flows is None for one in forwards):
         return None
-    each = [one.flows or (True,) * one.shape[0] for one in (forward, tangents)]
-    return (*each[0], *each[1])
+    each = [one.flows or (True,) * one.shape[0] for one in forwards]
+    return tuple(itertools.chain(*each))
 
 
 def _placements(forward: Forward, tangents: Forward) -> tuple[Any, ...] | None:

@@ -58,9 +58,7 @@ class Results(NamedTuple):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """How many there are of each."""
-        kinds = (self.outputs, self.mutations, self.saved, self.states)
-        outputs, mutations, saved, states = map(len, kinds)
-        return outputs, mutations, saved, states
+        return len(self.outputs), len(self.mutations), len(self.saved), len(self.states)
 
     @classmethod
     def of(
@@ -72,8 +70,7 @@ class Results(NamedTuple):
         """The inverse of `flat` and `shape`."""
         rest = iter(tensors)
         parts = [[*itertools.islice(rest, count)] for count in shape]
-        outputs, mutations, saved, states = parts
-        return cls(outputs, mutations, saved, states, flows)
+        return cls(*parts, flows=flows)
 
 
 @final
@@ -149,12 +146,8 @@ class Forward:
     @property
     def chosen(self) -> tuple[int, ...]:
         """Which of the tensors that `views` makes are the outputs."""
-        whole = {
-            view.output: index
-            for index, view in reversed(list(enumerate(self.views)))
-            if view.output is not None and view.path is None
-        }
-        return tuple(whole[output] for output in range(self.shape[0]))
+        whole = [view.output if view.path is None else None for view in self.views]
+        return tuple(map(whole.index, range(self.shape[0])))
 
     @property
     def is_one_program(self) -> bool:
@@ -244,7 +237,7 @@ def _make_view(
     if view.is_cut or (view.is_detached and tensor.requires_grad):
         tensor = tensor.detach()
     if view.path is not None:
-        (tensor,) = _view_program(view.path).with_gradient((tensor,))
+        (tensor,) = _view_program(view.path).consume_with_gradient([tensor])
     return tensor
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -52,14 +54,11 @@ class Function:
 
     def of_program(self, graph: Graph) -> Function:
         """A program of this function as a function: each of its steps can be differentiated."""
-
-        def build(_: Roots) -> Flat:
-            return lambda tensors: interpret(graph, tensors)
-
         # The casts of autocast are steps of the program.
         numerics = self.numerics._replace(autocast=())
         nothing = contextlib.nullcontext[Roots]
-        return Function(build, nothing, numerics, self.backend, is_program=True)
+        run = functools.partial(interpret, graph)
+        return Function(lambda _: run, nothing, numerics, self.backend, is_program=True)
 
     def derive(self, transform: Callable[[Flat], Flat], *step: Hashable) -> Function:
         """A function made from this one, under the switches of this one."""
@@ -143,8 +142,7 @@ class Batch(NamedTuple):
 class Pull(NamedTuple):
     """Which cotangents a pullback takes and which gradients it gives."""
 
-    #: Indices, among what the function returns, of the outputs that have one.
-    outputs: tuple[int, ...]
+    outputs: tuple[int, ...]  # which of what the function returns have a cotangent
     wanted: tuple[int, ...]  # the operands whose gradient is asked for
     num_operands: int  # how many operands the function takes
 
@@ -184,12 +182,10 @@ def pullback(function: Flat, pull: Pull, *, create_graph: bool = True) -> Flat:
 def _chosen_outputs(
     returned: Sequence[Tensor | None], outputs: tuple[int, ...] | None
 ) -> tuple[Tensor, ...]:
-    found = [
-        returned[k] for k in (range(len(returned)) if outputs is None else outputs)
-    ]
-    present = [tensor for tensor in found if tensor is not None]
+    found = returned if outputs is None else [returned[k] for k in outputs]
+    present = tuple(tensor for tensor in found if tensor is not None)
     assert len(present) == len(found), "an output of the first trace is missing here"
-    return tuple(present)
+    return present
 
 
 def pushforward(
@@ -235,38 +231,27 @@ def tracked(function: Flat, wanted: Sequence[int]) -> Flat:
     """
 
     def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        operands = list(tensors)
-
-        def of(*given: Tensor) -> tuple[Tensor, ...]:
-            for index, tensor in zip(wanted, given, strict=True):
-                operands[index] = tensor
+        operands, kinds = list(tensors), list[bool]()
+        given = [tensors[index] for index in wanted]
+        if not given:
             return _chosen_outputs(function(operands), None)
 
-        given = [tensors[index] for index in wanted]
-        return _outputs_of_vjp(of, given) if given else of()
+        def apart(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+            """The outputs, and apart from these the integer ones, which reverse mode refuses."""
+            for index, tensor in zip(wanted, primals, strict=True):
+                operands[index] = tensor
+            found = _chosen_outputs(function(operands), None)
+            kinds[:] = [each.is_floating_point() or each.is_complex() for each in found]
+            whole = [not is_real for is_real in kinds]
+            # One output at least, or torch raises; and one beside it.
+            outputs = (*itertools.compress(found, kinds), primals[0])
+            return outputs, (*itertools.compress(found, whole), primals[0])
+
+        found: Any = torch.func.vjp(apart, *given, has_aux=True)
+        real, whole = iter(found[0]), iter(found[2])
+        return [next(real) if is_real else next(whole) for is_real in kinds]
 
     return run
-
-
-def _outputs_of_vjp(
-    function: Callable[..., tuple[Tensor, ...]], given: Sequence[Tensor]
-) -> Sequence[Tensor]:
-    """What a function returns under reverse mode, which refuses integer outputs."""
-    kinds: list[bool] = []
-
-    def apart(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        found = function(*primals)
-        kinds[:] = [each.is_floating_point() or each.is_complex() for each in found]
-        pairs = list(zip(found, kinds, strict=True))
-        # One output at least, or torch raises; and one beside it.
-        outputs = (*(each for each, is_real in pairs if is_real), primals[0])
-        others = (*(each for each, is_real in pairs if not is_real), primals[0])
-        return outputs, others
-
-    found: Any = torch.func.vjp(apart, *given, has_aux=True)
-    outputs, _, others = found
-    real, whole = iter(outputs), iter(others)
-    return [next(real) if is_real else next(whole) for is_real in kinds]
 
 
 def mapped(
@@ -277,16 +262,11 @@ def mapped(
     are_apart: bool = False,
     unmapped: frozenset[int] = frozenset(),
 ) -> Flat:
-    """The physical operands -> these outputs, each mapped over its first dimension.
+    """The physical operands -> these outputs, None for all, each mapped over its first dimension.
 
-    Args:
-        function: what to map.
-        outputs: which of its results to return, None for all.
-        batch: how to map.
-        skip: how many leading tensors of `batch` are not among the operands.
-        are_apart: whether each result gets memory of its own, as the outputs of a program
-            have: torch maps some operators by others, whose result may be an operand.
-        unmapped: the places of outputs that no mapped tensor reaches, which are not mapped.
+    The first `skip` tensors of `batch` are no operands. If `are_apart`, each result gets memory of
+    its own, as the outputs of a program have: torch maps some operators by others, whose result may
+    be an operand. `unmapped` are the places of outputs that no mapped tensor reaches.
     """
 
     def of(*operands: Tensor) -> tuple[Tensor, ...]:

@@ -111,10 +111,7 @@ def _is_read(program: Function, roots: Roots, graph: Graph, place: int) -> bool:
 
 
 def parts_of_calls(graph: Graph, operands: Sequence[TensorMeta]) -> tuple[int, ...]:
-    """The values that are one of an operator's several outputs, and might have a derivative.
-
-    They are numbers made from operands with a gradient, and own their memory.
-    """
+    """The values that are one of an operator's outputs, own memory, and may have a derivative."""
     values = graph.values
     made_from = {index for index, meta in enumerate(operands) if meta.requires_grad}
     for index, value in enumerate(values):

@@ -6,6 +6,7 @@ that failed says which regions have not run their backward yet, and what each sa
 
 import functools
 import inspect
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,12 +18,11 @@ from remat._graph.meta import TensorMeta
 from remat._regions.protocol import Call
 from remat._regions.traced import TracedRegion
 from remat._regions.waiting import storages
-from remat._torch import tensors
+from remat._torch import autograd, tensors
 from remat.policies._sizes import show_size
 
 _FIRST = "remat: out of memory"
 _MOST_VALUES = 10
-_MOST_NODES = 100_000  # a heuristic: how much of a graph to look at
 
 
 def note(error: RuntimeError, phase: str, call: Call, nodes: Iterable[Any]) -> None:
@@ -37,8 +37,8 @@ def note(error: RuntimeError, phase: str, call: Call, nodes: Iterable[Any]) -> N
 def name_of(function: Any) -> str:
     """The qualified name of a function, or that of its type."""
     found = inspect.unwrap(function)
-    while isinstance(found, functools.partial):
-        found = inspect.unwrap(found.func)
+    if isinstance(found, functools.partial):
+        return name_of(found.func)
     return getattr(found, "__qualname__", None) or type(found).__name__
 
 
@@ -73,15 +73,12 @@ def _shortage_text(phase: str, call: Call, values: Iterable[_Held]) -> str:
 def _values(nodes: Iterable[Any]) -> Iterator[_Held]:
     """What the calls of regions below these nodes hold, each storage once."""
     seen: set[int] = set()
-    for node in _nodes_below(nodes):
+    for node in autograd.nodes_behind([*nodes]):
         call = getattr(node, "call", None)
         if not isinstance(call, Call):
             continue
-        labels = labels_of(call)
-        for position, tensor in enumerate(_saved(node)):
-            label, is_operand = (
-                labels[position] if position < len(labels) else ("a state", False)
-            )
+        labels = itertools.chain(labels_of(call), itertools.repeat(("a state", False)))
+        for tensor, (label, is_operand) in zip(_saved(node), labels, strict=False):
             if is_operand and tensor.is_leaf:
                 continue  # a parameter, or data: it lives anyway
             keys = {tensors.key_of(each): each.nbytes() for each in storages(tensor)}
@@ -90,18 +87,6 @@ def _values(nodes: Iterable[Any]) -> Iterator[_Held]:
             if size:
                 text = f"{label} {TensorMeta.of(tensor)}".strip()
                 yield name_of(call.roots[0]), text, size
-
-
-def _nodes_below(nodes: Iterable[Any]) -> Iterator[Any]:
-    pending = [node for node in nodes if node is not None]
-    seen = set(pending)
-    while pending and len(seen) < _MOST_NODES:
-        node = pending.pop()
-        yield node
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                pending.append(below)
 
 
 def _saved(node: Any) -> tuple[Tensor, ...]:
@@ -115,14 +100,14 @@ def _saved(node: Any) -> tuple[Tensor, ...]:
 def labels_of(call: Call) -> list[tuple[str, bool]]:
     """What the tensors that a call saved are called, and whether each is an operand."""
     region = call.region
-    saved: list[tuple[str, bool]] = []
+    labels: list[tuple[str, bool]] = []
     if isinstance(region, TracedRegion) and region.keeps:
         stages = region.stages(call.roots)
         analysis = stages.analysis
         for index in stages.cut.saved:
             view = analysis.views[analysis.numbers[analysis.roots[index]]]
-            names = " ".join(f'"{name}"' for name in view.names)
-            source = f"({view.source})" if view.source else ""
-            saved.append((" ".join(filter(None, [names, source])), False))
+            texts = [f'"{name}"' for name in view.names]
+            texts += [f"({view.source})"] if view.source else []
+            labels.append((" ".join(texts), False))
     quoted = (each if "`" in each else f"`{each}`" for each in call.labels)
-    return [*saved, *((label, True) for label in quoted)]
+    return labels + [(label, True) for label in quoted]

@@ -34,32 +34,25 @@ class Asked(NamedTuple):
 
     def without_gradients(self) -> Asked:
         """The same for cotangents that are not to be differentiated."""
-        return self._replace(
-            layouts=tuple(
-                [each and (*each[:4], False, *each[5:]) for each in self.layouts]
-            )
-        )
+        layouts = [each and (*each[:4], False, *each[5:]) for each in self.layouts]
+        return self._replace(layouts=tuple(layouts))
 
     def taken_whole(self) -> Asked:
         """The same with each DTensor among the cotangents as if it were a plain tensor."""
-        return self._replace(
-            layouts=tuple([each and whole_layout(each) for each in self.layouts])
-        )
+        layouts = [each and whole_layout(each) for each in self.layouts]
+        return self._replace(layouts=tuple(layouts))
 
     @property
     def cotangents(self) -> tuple[TensorMeta | None, ...]:
         """The metadata of the cotangents."""
-        return tuple(
-            [None if each is None else TensorMeta(*each) for each in self.layouts]
-        )
+        return tuple([TensorMeta(*each) if each else None for each in self.layouts])
 
 
 class Batched(NamedTuple):
     """A region over physical tensors, and where its results are mapped."""
 
     region: Region
-    #: The mapped dimension of each tensor of the results in a row; None means the first of
-    #: each.
+    #: The mapped dimension of each tensor of `Results` in a row; None means the first of each.
     dims: tuple[int | None, ...] | None
 
 
@@ -162,11 +155,7 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WithoutProgram:
-    """What regions that run Python instead of a program have in common.
-
-    They have neither a program nor a trace, store nothing, know which operands their outputs
-    depend on before a run, and are derived from as they are.
-    """
+    """What regions that run Python instead of a program have in common: no program, no trace."""
 
     # Without annotations, so that these are no fields.
     states = ()
@@ -188,18 +177,14 @@ class WithoutProgram:
 
     def one_program(self, roots: Roots) -> None:
         """None, like what follows: it takes a program."""
-        return
 
     def fast_path(self, roots: Roots, numerics: Numerics) -> None:
         """See `one_program`."""
-        return
 
     def opened(
         self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
     ) -> None:
         """See `one_program`."""
-        return
 
     def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> None:
         """See `one_program`: the outputs and their tangents come from two separate runs."""
-        return

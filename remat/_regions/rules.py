@@ -147,10 +147,7 @@ def _with_all_tangents(
     primals: Sequence[Tensor],
     tangents: Sequence[Tensor | None],
 ) -> Results:
-    """The results with the tangents of outputs that have no gradient, such as `x.detach()`.
-
-    `autograd.Function` gives them none.
-    """
+    """The results with tangents of outputs without a gradient, which a `Function` leaves out."""
     if results.flows is None or all(results.flows):
         return results
     with torch.no_grad():
@@ -279,11 +276,10 @@ def _primal_then_tangents(
     derived, _ = call.region.jvp(call.roots, has_tangent, 0)
     operands = primals[call.region.num_leading :]
     found = bind(call.of(derived), [*operands, *given])
+    pairs = enumerate(zip(results.outputs, found, strict=False))
     return results, {
         index: tangent
-        for index, (each, tangent) in enumerate(
-            zip(results.outputs, found, strict=False)
-        )
+        for index, (each, tangent) in pairs
         if tangent is not None and (each.is_floating_point() or each.is_complex())
     }
 
@@ -306,12 +302,8 @@ def _run_under_vmap(
     with interpreter.lower():
         if all(dim is None for dim in dims) and not draws_apart:
             return run(call, physical, save)
-        metas = tuple(
-            TensorMeta.of_whole(
-                tensor, requires_grad=levels.requires_grad_anywhere(tensor)
-            )
-            for tensor in physical
-        )
+        pairs = zip(physical, map(levels.requires_grad_anywhere, physical), strict=True)
+        metas = tuple(TensorMeta.of_whole(each, requires_grad=k) for each, k in pairs)
         batch = Batch(interpreter.batch_size(), randomness, dims, metas)
         batched = region.batched(roots, batch, save)
         below = call.of(batched.region)

@@ -21,11 +21,7 @@ from remat._torch import autograd, levels
 
 
 def read_saved(ctx: Any) -> tuple[Tensor, ...]:
-    """What the forward kept, in the order in which the backward reads it.
-
-    Raises:
-        SavedTensorModifiedError: some of it was changed since.
-    """
+    """What the forward kept, in the order of the backward; refuses it if some was changed."""
     try:
         found: tuple[Tensor, ...] = ctx.saved_tensors
     except RuntimeError as error:
@@ -64,11 +60,7 @@ def run_freeing(
 
 
 def explain_failure(error: RuntimeError, ctx: Any) -> None:
-    """Explains an error of reading what was saved, or of a run that found no memory.
-
-    Raises:
-        SavedTensorModifiedError: if autograd found that a saved tensor was changed.
-    """
+    """Explains an error of reading what was saved, or of a run that found no memory."""
     if autograd.is_of_a_change(error):
         raise _modified(ctx, autograd.changed_since_saved(ctx)) from error
     out_of_memory.note(error, "backward", ctx.call, [ctx])
@@ -87,9 +79,7 @@ def by_operand(
 def connected_below(level: int, kept: Sequence[Tensor]) -> int:
     """Below which level of torch.func what a node saved has gradients of its own.
 
-    Args:
-        level: at which the node was recorded; 0 without a transform.
-        kept: what it saved, operands among it, which that level wraps until it ends.
+    The node was recorded at `level`, 0 without a transform, which wraps what it kept until it ends.
     """
     if level == 0:
         return 0

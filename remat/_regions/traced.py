@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar, cast, final
 
@@ -232,10 +233,9 @@ class TracedRegion:
     ) -> Opened | None:
         """The region of the program that saves, which a level below differentiates.
 
-        It takes what that program reads and returns all that it computes, so that saved
-        values carry gradients and tangents of their own from the forward to the backward,
-        and the policy is asked about both. None where the program may have other derivatives.
-        `wants` and `has_tangent` say which of what it reads is to be differentiated.
+        It takes what that program reads and returns all that it computes, so that saved values have
+        gradients and tangents of their own between forward and backward, and the policy is asked
+        about both. None where the program may have other derivatives.
         """
         if not self.is_transparent(roots):
             return None
@@ -285,13 +285,10 @@ class TracedRegion:
 
     @_once
     def vjp(self, roots: Roots, asked: Asked) -> TracedRegion:
-        """The region of the gradients of what is wanted.
+        """The region: saved values, operands, generator states, cotangents -> the wanted gradients.
 
-        It is differentiable only with respect to the cotangents that require grad. Some
-        operators' backwards are not differentiable there, and they seldom have to be.
-
-        Its operands: this region's, the generator states, the cotangents. What this
-        region saved comes before them.
+        It is differentiable only with respect to the cotangents that require grad. Some operators'
+        backwards are not differentiable there, and they seldom have to be.
         """
         if self.placements is None:
             asked = asked.taken_whole()
@@ -305,16 +302,40 @@ class TracedRegion:
             and not self.stages(roots).storages
             and forward.numerics.are_met_by(asked.numerics)
         )
+        outputs = tuple(itertools.compress(self.chosen, asked.layouts))
+        wanted = tuple(index for index, each in enumerate(asked.wanted) if each)
+        pull = Pull(outputs, wanted, len(self.operands))
+        function = self.function.derive(lambda f: pullback(f, pull), "vjp", pull)
+        operands = (*self.operands, *states, *cotangents)
+        program, num_states = forward.program if is_alone else None, asked.num_states
+        return self._derived(function, operands, forward, num_states, program=program)
+
+    def _derived(
+        self,
+        function: Function,
+        operands: tuple[TensorMeta, ...],
+        origin: Forward | tuple[Joint, ...],
+        num_states: int = 0,
+        *,
+        verify: bool = False,
+        program: Program | None = None,
+    ) -> TracedRegion:
+        """A region derived from this one, by a program that was made from this one's or anew.
+
+        Its operands begin with this region's, and `num_states` generator states if these have none.
+        """
+        is_made = isinstance(origin, Forward)
         return TracedRegion(
-            self._pulled_back(asked),
-            (*self.operands, *states, *cotangents),
-            nothing_saveable,
-            forward,
-            states=self._states_after(asked.num_states),
+            function,
+            operands,
+            nothing_saveable if is_made else for_derived(self.policy),
+            origin,
+            states=self._states_after(num_states),
+            verify=verify,
             inputs=self.inputs,
             calls=self.calls,
-            program=forward.program if is_alone else None,
-            made_from=self,
+            program=program,
+            made_from=self if is_made else None,
         )
 
     @_once
@@ -340,56 +361,33 @@ class TracedRegion:
         count = len(self.operands)
         return self.states or tuple(range(count, count + num_states))
 
-    def _pulled_back(self, asked: Asked) -> Function:
-        chosen = self.chosen
-        pull = Pull(
-            tuple(
-                chosen[k] for k, each in enumerate(asked.layouts) if each is not None
-            ),
-            tuple(index for index, each in enumerate(asked.wanted) if each),
-            len(self.operands),
-        )
-        return self.function.derive(lambda f: pullback(f, pull), "vjp", pull)
-
     @_once
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[TracedRegion, tuple[int, ...]]:
-        """The region of the outputs' tangents, and which outputs have one.
-
-        Its operands: this region's, `num_states` generator states, the tangents.
-        """
+        """The region: operands, generator states, tangents -> the tangents of these outputs."""
         moved = moved_outputs(self.forward(roots, save=False))
         if not moved:
             return self, moved  # there is no tangent to compute
         outputs = tuple(self.chosen[index] for index in moved)
         recorded = state_metas(self.stages(roots).analysis) if num_states else []
-        operands = (
-            *self.operands,
-            *recorded,
-            *tangent_metas(self.operands, has_tangent),
-        )
+        tangents = tangent_metas(self.operands, has_tangent)
+        operands = (*self.operands, *recorded, *tangents)
         function = self.function.derive(
             lambda f: pushforward(f, outputs, has_tangent),
             *("jvp", outputs, has_tangent),
         )
         states = self._states_after(num_states)
+        joints = function.traced(roots, operands, states, gradients=False)
+        policy = for_derived(self.policy)
         region = TracedRegion(
-            function,
-            operands,
-            for_derived(self.policy),
-            function.traced(roots, operands, states, gradients=False),
-            states=states,
-            calls=self.calls,
+            function, operands, policy, joints, states=states, calls=self.calls
         )
         return region, moved
 
     @_once
     def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> Pushed:
-        """The region of the outputs and, after these, the tangents of some of them.
-
-        Its operands: this region's, the tangents.
-        """
+        """The region of the outputs and then their tangents; it takes operands, then tangents."""
         chosen = self.chosen
         moved = moved_outputs(self.forward(roots, save=False))
         if not moved:
@@ -411,18 +409,8 @@ class TracedRegion:
         else:
             strict = self.is_opened
             origin = function.outline(roots, operands, self.states, strict=strict)
-        region = TracedRegion(
-            function,
-            operands,
-            nothing_saveable if is_given else for_derived(self.policy),
-            origin,
-            states=self.states,
-            verify=self.verify and not is_given,
-            inputs=self.inputs,
-            calls=self.calls,
-            made_from=self if is_given else None,
-        )
-        return Pushed(region, moved)
+        verify = self.verify and not is_given
+        return Pushed(self._derived(function, operands, origin, verify=verify), moved)
 
     @_once
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
@@ -434,17 +422,8 @@ class TracedRegion:
         forward = self.forward(roots, save)
         skip = forward.num_leading
         given, dims = mapped_given(forward, batch)
-        region = TracedRegion(
-            self._mapped(self.chosen, batch, skip, are_apart=True),
-            batch.metas[skip:],
-            nothing_saveable,
-            given,
-            states=self.states,
-            inputs=self.inputs,
-            calls=self.calls,
-            made_from=self,
-        )
-        return Batched(region, dims)
+        function = self._mapped(self.chosen, batch, skip, are_apart=True)
+        return Batched(self._derived(function, batch.metas[skip:], given), dims)
 
     def _batched_below(self, roots: Roots, batch: Batch) -> Batched:
         """Where reverse mode is taken below the map: the policy sees batched values."""
@@ -452,25 +431,14 @@ class TracedRegion:
         unmapped = unmapped_outputs(graph, len(self.chosen), batch.dims)
         function = self._mapped(self.chosen, batch, 0, unmapped=unmapped)
         joints = function.outline(roots, batch.metas, self.states)
-        region = TracedRegion(
-            function,
-            batch.metas,
-            for_derived(self.policy),
-            joints,
-            states=self.states,
-            inputs=self.inputs,
-            calls=self.calls,
-        )
+        region = self._derived(function, batch.metas, joints)
         written = [operand for operand, _ in joints[0].mutations]
         dims = [None if k in unmapped else 0 for k in range(len(self.chosen))]
         return Batched(region, (*dims, *(batch.dims[operand] for operand in written)))
 
     @_once
     def mapped_whole(self, roots: Roots, batch: Batch) -> TracedRegion:
-        """The region of the mapped function, each result mapped over its first dimension.
-
-        Unlike the region of `batched`, it returns views too, and takes physical tensors.
-        """
+        """The region of the mapped function that returns views too, all mapped over dimension 0."""
         function = self._mapped(None, batch, 0)
         joints = function.traced(roots, batch.metas, ())
         return TracedRegion(

@@ -26,7 +26,9 @@ def recomputation(work: Work, keeps: str) -> Callable[[], None]:
     inputs = _inputs(alone)
     if work.transform == "hvp":
         run: Callable[[], object] = lambda: torch.func.jvp(  # noqa: E731
-            lambda *args: tuple(alone.with_gradient(args)), tuple(inputs), tuple(inputs)
+            lambda *args: tuple(alone.consume_with_gradient([*args])),
+            tuple(inputs),
+            tuple(inputs),
         )
     else:
         run = lambda: alone(inputs)  # noqa: E731
