@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from torch import nn
 
 from remat import _captures
+from remat._calls.options import Settings
 from remat._calls.signature import CallSite
 from remat._partition.analysis import Analysis
 from remat._partition.budgets import no_remat_bytes
@@ -27,24 +28,16 @@ _matched: set[tuple[AbstractPolicy, str]] = set()
 
 
 def advise(
-    function: Hashable,
-    policy: AbstractPolicy,
-    stages: Stages,
-    program: Program,
-    *,
-    where: str,
-    verify: bool,
+    function: Hashable, settings: Settings, stages: Stages, program: Program, where: str
 ) -> None:
-    """Warns of a policy that does less than its author may expect; it only reads.
-
-    It warns once for each policy and what stands for a `function`. `program`: of its forward.
-    """
+    """Warns, once for each policy and `function`, of one that does less than expected."""
+    policy = settings.policy
     advice = [
         *_unmatched(stages.analysis, policy),
         *_unmet(stages, policy),
         *_bypassed(stages, policy),
         *_useless(stages, policy),
-        *_idle(stages, policy, program, verify=verify),
+        *_idle(stages, policy, program, verify=settings.verify),
     ]
     for topic, what, why, do in advice:
         warn_once((function, policy, topic), where=where, what=what, why=why, do=do)
@@ -133,23 +126,18 @@ def _unmet(stages: Stages, policy: AbstractPolicy) -> _Advice:
 def _bypassed(stages: Stages, policy: AbstractPolicy) -> _Advice:
     """Named values that the policy saves and that no backward step reads."""
     analysis, saved = stages.analysis, stages.cut.saved
-    joint, numbers = analysis.joint, analysis.numbers
-    read = {numbers[index] for index in saved}
-    read |= {numbers[analysis.roots[index]] for index in saved}
-    handed_out = {numbers[analysis.roots[ref.index]] for ref in joint.outputs}
+    joint, numbers, owners = analysis.joint, analysis.numbers, analysis.roots
+    read = {numbers[each] for index in saved for each in (index, owners[index])}
+    handed_out = {numbers[owners[ref.index]] for ref in joint.outputs}
     for number, value in analysis.views.items():
-        globs = [
-            (glob, name)
+        is_meant = any(
+            policy.glob_matches(glob, name)
             for glob in policy.globs
             for name in value.names
-            if policy.glob_matches(glob, name)
-        ]
-        is_read = (
-            number in read
-            or number in handed_out
-            or _has_read_sibling(analysis, number, read)
         )
-        if globs and number in stages.decisions and not is_read:
+        is_read = number in read or number in handed_out
+        is_read = is_read or _has_read_sibling(analysis, number, read)
+        if is_meant and number in stages.decisions and not is_read:
             yield (
                 ("bypassed", value.names),
                 f"{value} is saved by {policy!r}, and no step of the backward reads it.",
@@ -161,22 +149,19 @@ def _bypassed(stages: Stages, policy: AbstractPolicy) -> _Advice:
 
 def _has_read_sibling(analysis: Analysis, number: int, read: set[int]) -> bool:
     """Whether no advice is due: a sibling of the value is saved, or named for its sake."""
-    values = analysis.joint.graph.values
-    member = analysis.members[number]
-    maker = values[member].args[0] if len(values[member].args) == 2 else None
-    for other in read:
-        sibling = values[analysis.members[other]] if other in analysis.members else None
-        if sibling and maker is not None and sibling.args[:1] == (maker,):
-            return values[member].op is sibling.op
+    values, members = analysis.joint.graph.values, analysis.members
+    value = values[members[number]]
+    for sibling in (values[members[other]] for other in read if other in members):
+        if len(value.args) == 2 and sibling.args[:1] == value.args[:1]:
+            return value.op is sibling.op
     return False
 
 
 def _useless(stages: Stages, policy: AbstractPolicy) -> _Advice:
-    if policy in (everything_saveable, nothing_saveable):
-        return
     # A budget that everything fits is met by saving everything; what waits in another form
     # is smaller, or elsewhere.
-    if policy.is_whole or stages.storages:
+    is_meant = policy in (everything_saveable, nothing_saveable) or policy.is_whole
+    if is_meant or stages.storages:
         return
     saved, plain = stages.saved_bytes, no_remat_bytes(stages.analysis)
     if plain > 0 and saved >= plain:
@@ -225,7 +210,7 @@ def _of_arguments(
     site: CallSite, survey: _captures.Survey
 ) -> Iterator[tuple[str, str]]:
     """What the code asks of arguments and their stand-ins in a trace do not have."""
-    for name, tensor in zip(site.tensor_names, site.signature.tensors, strict=True):
+    for name, tensor in zip(site.tensor_names, site.tensors, strict=True):
         for attribute in vars(tensor):
             line = survey.line_of(attribute)
             if line:

@@ -82,15 +82,15 @@ class Cache:
 
     def find(self, site: CallSite) -> Found:
         """The trace of a call and its captured tensors."""
-        holding_one = self._holding(site)
-        if holding_one is None:
+        found = self._holding(site)
+        if found is None:
             with tracer.one_trace_at_a_time():
                 # Another thread may have traced it meanwhile.
-                holding_one = self._holding(site)
-                if holding_one is None:
+                found = self._holding(site)
+                if found is None:
                     return self._keep(self.entries.setdefault(site.key, []), site)
         self.hits += 1
-        return holding_one
+        return found
 
     def find_inside(self, site: CallSite) -> Found:
         """The trace inside a trace with open sizes; the entry is kept until that one ends."""
@@ -147,9 +147,9 @@ class Cache:
             raise TraceError(known)
         try:
             return self._made(site, is_open)
+        except (RematError, Warning):
+            raise
         except Exception as error:
-            if isinstance(error, (RematError, Warning)):
-                raise
             raise raises_in_its_trace(error) from error
 
     def fall_back(self, site: CallSite, refused: RematError) -> None:
@@ -187,8 +187,7 @@ class Cache:
         options = Options(self.settings, self.calls, self.where)
         if not is_open:
             return compile_call(site, options)
-        families, key = self.families, site.general_key
-        family = families.get(key) or families.setdefault(key, Family(site.signature))
+        family = self.families.setdefault(site.general_key, Family(site.metas))
         known = family.find(site, options)
         if known is not None:
             return known
@@ -198,9 +197,8 @@ class Cache:
             try:
                 entry = compile_call(site, options, fixed)
             except CANNOT_OPEN as failed:
-                if isinstance(failed, RematError) and not isinstance(
-                    failed, TraceError
-                ):
+                is_refusal = isinstance(failed, RematError)
+                if is_refusal and not isinstance(failed, TraceError):
                     raise
                 error = failed
             else:
@@ -225,9 +223,8 @@ class Cache:
 
     def learn(self, site: CallSite) -> None:
         """Adds a route for calls like this one, if there is room for it."""
-        entries, signature = self.entries.get(site.key), site.signature
-        tensor_guard = tensor_guard_here()
-        if entries is None or not signature.tensors or tensor_guard is None:
+        entries, tensor_guard = self.entries.get(site.key), tensor_guard_here()
+        if entries is None or not site.tensors or tensor_guard is None:
             return
         if Numerics.current() != site.numerics:
             # Tracing has run code that sets a switch and leaves it set.
@@ -240,7 +237,7 @@ class Cache:
                 return
             # One that a change of the number of threads has broken is replaced.
         if len(others) < _MOST_ROUTES and is_simple(
-            (site.args, site.kwargs), signature.objects, tensor_guard
+            (site.args, site.kwargs), site.objects, tensor_guard
         ):
             self.routes = [*others, route_of(site, entries, tensor_guard)]
 
@@ -259,9 +256,8 @@ class Cache:
             else:
                 # The list keeps its last entry: another thread may be about to read it.
                 del self.entries[key]
-                self.routes = [
-                    each for each in self.routes if each.entries is not entries
-                ]
+                kept_routes = [r for r in self.routes if r.entries is not entries]
+                self.routes = kept_routes
         if dropped:
             templates = [entry.template for _, entry in kept[len(dropped) :]]
             for family in self.families.values():

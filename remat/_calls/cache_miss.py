@@ -63,16 +63,10 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
         settings.backend,
         None if traced.fixed is None else Templates(traced.fixed),
     )
-    tensors = (*site.signature.tensors, *traced.captured)
-    region = _compiled_region(function, site, options, stages, (names, tensors))
-    advise(
-        _captures.code_key(site.function),
-        settings.policy,
-        stages,
-        region.forward(site.roots, save=True).program,
-        where=options.where,
-        verify=settings.verify,
-    )
+    captured = traced.captured
+    region = _compiled_region(function, site, options, stages, names, captured)
+    program = region.forward(site.roots, save=True).program
+    advise(_captures.code_key(site.function), settings, stages, program, options.where)
     advise_of_untold(site, traced.survey, covered, options.where)
     return _compiled_entry(traced, covered, stages, region, names)
 
@@ -81,15 +75,13 @@ def entry_for_sizes(known: Entry, site: CallSite, options: Options) -> Entry | N
     """The entry that a trace with open sizes makes for those of a call; None if it holds not."""
     captured, template = known.gather(site.roots), known.template
     assert template is not None, "its sizes are open"
-    filled = None if captured is None else template.at(site.signature.metas)
+    filled = None if captured is None else template.at(site.metas)
     if captured is None or filled is None:
         return None
     joints, statics = filled
     stages = Stages.of(joints, options.settings.policy)
-    tensors = (*site.signature.tensors, *captured)
-    region = _compiled_region(
-        known.region.function, site, options, stages, (known.labels, tensors)
-    )
+    function, labels = known.region.function, known.labels
+    region = _compiled_region(function, site, options, stages, labels, captured)
     output = dataclasses.replace(known.output, statics=statics)
     return dataclasses.replace(
         known, stages=stages, region=region, output=output, trace_s=None
@@ -101,26 +93,23 @@ def _compiled_region(
     site: CallSite,
     options: Options,
     stages: Stages,
-    named_tensors: tuple[Sequence[str], Sequence[Tensor]],
+    labels: Sequence[str],
+    captured: Sequence[Tensor],
 ) -> TracedRegion:
-    """The region of a missed call; `named_tensors` are its arguments, then what it captures."""
-    names, tensors = named_tensors
-    count = len(site.signature.tensors)
-    captured = map(TensorMeta.of_operand, tensors[count:])
+    """The region of a missed call; `labels` are those of its arguments, then of what it captures."""
+    tensors = (*site.tensors, *captured)
     settings, aliases = options.settings, site.aliases
     by_policy = decide_of_operands(stages.analysis, settings.policy)
     inputs = {index: save.storage for index, save in by_policy.items()}
-    for index, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
-        is_argument = index < count
-        storage = settings.inputs.of(
-            name, tensor, is_argument=is_argument, aliases=aliases
-        )
+    for index, (label, tensor) in enumerate(zip(labels, tensors, strict=True)):
+        paths, is_argument = (label, *aliases.get(label, ())), index < len(site.tensors)
+        storage = settings.inputs.of(paths, tensor, is_argument=is_argument)
         # Where both name a storage for an operand, that of `saved_inputs` is used.
         if not storage.keeps:
             inputs[index] = storage
     return TracedRegion(
         function,
-        (*site.signature.metas, *captured),
+        (*site.metas, *map(TensorMeta.of_operand, captured)),
         settings.policy,
         stages,
         verify=settings.verify,

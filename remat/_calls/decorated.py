@@ -27,6 +27,7 @@ from remat._errors import CapturedTensorError, RematError, refusal
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.functions import Roots
+from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Asked
 from remat._rerun import flat_call
 from remat._rerun.dependence import require_nothing_hidden
@@ -116,22 +117,21 @@ class DecoratedFunction(Generic[_P, _R]):
 
     def _call_traced(self, site: CallSite) -> Any:
         """Makes a call by its trace, which is found or made."""
-        signature, cache, is_inside = site.signature, self._cache, has_open_sizes()
-        wants = signature.wants_gradient
+        cache, is_inside, wants = self._cache, has_open_sizes(), site.wants_gradient
         if not (wants or is_inside or cache.reaches_gradient(site)):
             return _call_plainly(site)
         site.require_traceable()
         entry, captured = cache.find_inside(site) if is_inside else cache.find(site)
         if tracer.is_in_compiler():
             torch_compile.require_recordable(entry, self._where)
-        tensors = [*signature.tensors, *captured]
+        tensors = [*site.tensors, *captured]
         if is_lifting():
             tensors = list(map(lift, tensors))
             wants = False
         if not wants and not any(map(levels.requires_grad_anywhere, tensors)):
             return _call_plainly(site)
         # A route tells objects apart by their type alone: too little for static arguments.
-        has_static_objects = signature.objects and self.settings.statics.are_given
+        has_static_objects = site.objects and self.settings.statics.are_given
         if not (has_static_objects or is_inside):
             cache.learn(site)
         return entry.call(site.roots, tensors, site.numerics)
@@ -210,7 +210,7 @@ class DecoratedFunction(Generic[_P, _R]):
         with entered(None):
             site = call_site(self._fun, args, kwargs, self.settings.statics)
             site.require_traceable()
-            wants = site.signature.wants_gradient
+            wants = site.wants_gradient
             if not (wants or self._cache.reaches_gradient(site)):
                 site = site.with_all_wanted()
             entry, captured = self._cache.find(site)
@@ -365,13 +365,11 @@ def _where(function: Callable[..., Any]) -> str:
     if isinstance(fun, functools.partial):  # as transformers calls its layers
         return _where(fun.func)
     kind = cast("type[object]", type(fun))
-    name = getattr(fun, "__qualname__", kind.__name__)
     runs = fun if hasattr(fun, "__code__") else getattr(kind, "forward", None)
-    code = getattr(runs, "__code__", None)
+    code, region = getattr(runs, "__code__", None), f"the region {name_of(fun)}"
     if code is None:
-        return f"the region {name}"
-    file = code.co_filename.rpartition("/")[2]
-    return f"the region {name} ({file}:{code.co_firstlineno})"
+        return region
+    return f"{region} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})"
 
 
 def _decorated_by_name(region: DecoratedFunction[..., Any]) -> object:

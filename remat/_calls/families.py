@@ -11,7 +11,7 @@ from typing import final
 
 from remat._calls.cache_miss import Options, entry_for_sizes
 from remat._calls.entry import Entry
-from remat._calls.signature import CallSite, Signature
+from remat._calls.signature import CallSite
 from remat._graph.meta import TensorMeta
 from remat._tracing.open_sizes import Fixed, Template
 from remat._user_lines import warn
@@ -24,9 +24,9 @@ _MANY_TRACES = 5  # a heuristic: branches on sizes make fewer
 class Family:
     """The calls of one function that have one signature, the sizes of tensors aside."""
 
-    def __init__(self, signature: Signature) -> None:
-        """Begins with the first of them."""
-        self._first: Sequence[TensorMeta] = signature.metas
+    def __init__(self, first: Sequence[TensorMeta]) -> None:
+        """Begins with the tensors of the first of them."""
+        self._first = first
         self._varied: set[_Dimension] = set()
         self._fixed: set[_Dimension] = set()
         self.entries: list[Entry] = []  # of the traces with open sizes
@@ -35,9 +35,7 @@ class Family:
 
     def find(self, site: CallSite, options: Options) -> Entry | None:
         """The entry for the sizes of a call, if some trace holds for them."""
-        for place, (was, now) in enumerate(
-            zip(self._first, site.signature.metas, strict=True)
-        ):
+        for place, (was, now) in enumerate(zip(self._first, site.metas, strict=True)):
             sizes = enumerate(zip(was.shape, now.shape, strict=True))
             self._varied |= {(place, dim) for dim, (old, new) in sizes if old != new}
         for known in self.entries:
@@ -53,7 +51,7 @@ class Family:
 
     def fixed_for(self, site: CallSite, where: str) -> Fixed:
         """Which dimensions the next trace fixes, for a call that no trace holds for."""
-        now = site.signature.metas
+        now = site.metas
         holding = [each for each in self.entries if each.gather(site.roots) is not None]
         found = {
             (place, dim)
@@ -68,11 +66,11 @@ class Family:
             self._is_told = True
             _warn(where, "for a fifth time", _MANY)
         self._fixed |= found
-        is_open = self._varied - self._fixed
+        # Until a trace has fixed one that varies, all are open.
+        is_any, is_open = bool(self._fixed), self._varied - self._fixed
         return tuple(
             tuple(
-                bool(self._fixed) and (place, dim) not in is_open
-                for dim in range(len(meta.shape))
+                is_any and (place, dim) not in is_open for dim in range(len(meta.shape))
             )
             for place, meta in enumerate(now)
         )

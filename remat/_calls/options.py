@@ -42,29 +42,15 @@ class InputStorages:
         return self.others.keeps and all(storage.keeps for _, storage in self.each)
 
     def of(
-        self,
-        path: str,
-        tensor: Tensor,
-        *,
-        is_argument: bool,
-        aliases: Mapping[str, tuple[str, ...]],
+        self, paths: Sequence[str], tensor: Tensor, *, is_argument: bool
     ) -> AbstractStorage:
-        """The storage of one input, an argument or a captured tensor.
-
-        `aliases`: for a path what else the call has called this tensor.
-        """
-        names = (path, *aliases.get(path, ()))
+        """The storage of one input, an argument or a captured tensor, which has these paths."""
         for glob, storage in self.each:
-            if any(fnmatch.fnmatchcase(name, glob) for name in names):
+            if any(fnmatch.fnmatchcase(path, glob) for path in paths):
                 return storage
-        is_activation = is_argument and (
-            tensor.is_floating_point() or tensor.is_complex()
-        )
-        if isinstance(tensor, nn.Parameter) or (
-            self.activations_only and not is_activation
-        ):
-            return Keep()
-        return self.others
+        is_number = tensor.is_floating_point() or tensor.is_complex()
+        is_kept = self.activations_only and not (is_argument and is_number)
+        return _KEEP if is_kept or isinstance(tensor, nn.Parameter) else self.others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,10 +133,8 @@ def settings_of(
     require_choice("backend", backend, (None, "inductor"))
     require_choice("dynamic_shapes", dynamic_shapes, (False, True))
     require_count("remat(cache_size=...)", cache_size, at_least=1)
-    is_one = isinstance(static_argnums, int)
-    positions = (static_argnums,) if is_one else static_argnums
-    is_name = isinstance(static_argnames, str)
-    names = (static_argnames,) if is_name else static_argnames
+    positions = [static_argnums] if isinstance(static_argnums, int) else static_argnums
+    names = [static_argnames] if isinstance(static_argnames, str) else static_argnames
     return Settings(
         as_policy(policy),
         rng,
@@ -165,20 +149,18 @@ def settings_of(
 
 
 _NAMES = inspect.getfullargspec(settings_of).kwonlyargs
+_LEAVE_OUT = "Leave it out."
 _OF_OTHERS: dict[str, tuple[str, str]] = {
     "fun": ("The function is passed by position.", "Write remat(fun, ...)."),
     "prevent_cse": (
         "No pass here merges a recomputation with the forward.",
-        "Leave it out.",
+        _LEAVE_OUT,
     ),
     "concrete": (
         "A trace has no values.",
         'Leave it out; a function that branches on values takes engine="rerun".',
     ),
-    "use_reentrant": (
-        "One implementation does what both variants do.",
-        "Leave it out.",
-    ),
+    "use_reentrant": ("One implementation does what both variants do.", _LEAVE_OUT),
     "preserve_rng_state": (
         "`rng` says how random draws are repeated.",
         'Pass rng="preserve", the default of modules, or rng="keys".',
@@ -198,29 +180,20 @@ _OF_OTHERS: dict[str, tuple[str, str]] = {
     ),
     "early_stop": (
         "A backward recomputes only what some gradient needs anyway.",
-        "Leave it out.",
+        _LEAVE_OUT,
     ),
 }
 
 
 def require_known(unknown: Iterable[str], known: Sequence[str]) -> None:
-    """Refuses options that `remat` does not have; for those of peers says what to write."""
+    """Refuses an option that `remat` does not have; of one of a peer it says what to write."""
     for name in unknown:
         near = difflib.get_close_matches(name, known, 1)
-        why, do = _OF_OTHERS.get(
-            name,
-            (
-                f"The options are {', '.join(known)}.",
-                f"Write `{near[0]}`." if near else "Use one of these.",
-            ),
-        )
-        raise refusal(
-            TypeError,
-            where=f"remat({name}=...)",
-            what="is not an option of remat.",
-            why=why,
-            do=do,
-        )
+        do = f"Write `{near[0]}`." if near else "Use one of these."
+        of_remat = f"The options are {', '.join(known)}.", do
+        why, do = _OF_OTHERS.get(name, of_remat)
+        where, what = f"remat({name}=...)", "is not an option of remat."
+        raise refusal(TypeError, where=where, what=what, why=why, do=do)
 
 
 def require_function(fun: Any) -> None:
@@ -256,7 +229,7 @@ def require_function(fun: Any) -> None:
 
 def require_parameters(fun: Any, statics: Statics) -> None:
     """Refuses static arguments that the function does not have."""
-    if not statics.positions and not statics.names:
+    if not statics.are_given:
         return
     try:
         parameters = inspect.signature(fun).parameters
@@ -264,11 +237,9 @@ def require_parameters(fun: Any, statics: Statics) -> None:
         # Builtins without a signature.
         return
     kinds = {parameter.kind for parameter in parameters.values()}
-    unknown = [name for name in sorted(statics.names) if name not in parameters]
     count = len(parameters)
-    beyond = [
-        index for index in sorted(statics.positions) if not -count <= index < count
-    ]
+    unknown = sorted(statics.names.difference(parameters))
+    beyond = sorted(statics.positions.difference(range(-count, count)))
     for option, wrong, others in (
         ("static_argnames", unknown, inspect.Parameter.VAR_KEYWORD),
         ("static_argnums", beyond, inspect.Parameter.VAR_POSITIONAL),
@@ -307,21 +278,19 @@ def inputs_for(saved_inputs: SavedInputs) -> InputStorages:
     """How inputs wait, as the option says."""
     if saved_inputs is None:
         return InputStorages()
+    where = "remat(saved_inputs=...)"
     is_map = isinstance(saved_inputs, Mapping)
     each = tuple(saved_inputs.items()) if is_map else ()
     found = InputStorages(each, others=_KEEP if is_map else saved_inputs)
     for path, _ in found.each:
         if not isinstance(path, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                'remat(saved_inputs=...) names arguments by strings, such as "x", not '
-                f"by {path!r}."
+                f'{where} names arguments by strings, such as "x", not by {path!r}.'
             )
+    wanted = (
+        "a storage value, such as storage.Keep(), or a mapping from argument paths to "
+        "storage values"
+    )
     for storage in (*(storage for _, storage in found.each), found.others):
-        require_type(
-            "remat(saved_inputs=...)",
-            storage,
-            AbstractStorage,
-            wanted="a storage value, such as storage.Keep(), or a mapping from argument "
-            "paths to storage values",
-        )
+        require_type(where, storage, AbstractStorage, wanted=wanted)
     return found

@@ -67,48 +67,26 @@ def residuals_of(entry: Entry, read: Cut | None = None) -> list[Residual]:
     found = read or stages.cut
     reason = "a value that the backward reads" if read else region.policy.reason
 
-    def residual(index: int, storage: AbstractStorage, **said: str) -> Residual:
-        meta = values[index].meta
+    def residual(
+        index: int, storage: AbstractStorage, name: str, path: str, why: str
+    ) -> Residual:
+        value = values[index]
+        meta = value.meta
         assert isinstance(meta, TensorMeta)
-        size_bytes = storage.held(meta).size_bytes
-        return Residual(
-            shape=meta.shape,
-            dtype=meta.dtype,
-            size_bytes=size_bytes,
-            storage=storage,
-            **said,
-        )
+        size_bytes, op = storage.held(meta).size_bytes, operators.made_by(value, values)
+        kind = (op, meta.shape, meta.dtype, size_bytes)
+        return Residual(name, path, *kind, storage, value.source, why)
 
     residuals: list[Residual] = []
     for index in found.saved:
-        number, value = analysis.numbers[analysis.roots[index]], values[index]
+        number = analysis.numbers[analysis.roots[index]]
         names = analysis.views[number].names if number in analysis.views else ()
         storage = Keep() if read else stages.decisions[number].storage
-        residuals.append(
-            residual(
-                index,
-                storage,
-                name=", ".join(names),
-                path="",
-                op=operators.made_by(value, values),
-                source=value.source,
-                reason=reason,
-            )
-        )
+        residuals.append(residual(index, storage, ", ".join(names), "", reason))
     for index, path in enumerate(entry.labels):
-        if read and index not in read.operands:
-            continue
-        is_read = index in found.operands
-        use = " that the backward reads" if is_read else _SECOND
-        residuals.append(
-            residual(
-                index,
-                region.inputs.get(index, Keep()),
-                name=", ".join(values[index].names) or path,
-                path=path,
-                op="input",
-                source="",
-                reason=f"an argument{use}",
-            )
-        )
+        if not read or index in read.operands:
+            use = " that the backward reads" if index in found.operands else _SECOND
+            storage = region.inputs.get(index, Keep())
+            name = ", ".join(values[index].names) or path
+            residuals.append(residual(index, storage, name, path, f"an argument{use}"))
     return residuals

@@ -35,10 +35,7 @@ class History:
         self._last: dict[tuple[str, str], str] = {}
 
     def add(self, site: CallSite, known: Entry | None) -> bool:
-        """Adds a trace; says whether it is the tenth.
-
-        `known`: the latest trace of such a call, which does not hold for what it reaches.
-        """
+        """Adds a trace, for which the latest `known` did not hold; says whether it is the tenth."""
         self._count += 1
         before, self._latest = self._latest, _described(site)
         if known is not None:
@@ -71,18 +68,15 @@ class History:
 
 def _described(site: CallSite) -> dict[str, object]:
     """What two calls can differ in, by name."""
-    signature = site.signature
-    leaves = zip(site.names, signature.layout.leaves, strict=True)
-    statics = {
-        f"`{name}`": repr(value) for name, (kind, value) in leaves if kind == STATIC
+    leaves = zip(site.names, site.layout.leaves, strict=True)
+    found: dict[str, object] = {}
+    for name, meta in zip(site.tensor_names, site.metas, strict=True):
+        found[f"`{name}`"] = meta
+    found |= {
+        f"`{name}`": repr(each) for name, (kind, each) in leaves if kind == STATIC
     }
-    tensors = [f"`{name}`" for name in site.tensor_names]
     switches = site.numerics._asdict().items()
-    return {
-        **dict(zip(tensors, signature.metas, strict=True)),
-        **statics,
-        **{f"the switch {name}": value for name, value in switches},
-    }
+    return found | {f"the switch {name}": value for name, value in switches}
 
 
 def _changes(was: Mapping[str, object], now: Mapping[str, object]) -> Iterator[_Change]:

@@ -182,8 +182,7 @@ class Route(NamedTuple):
 def route_of(site: CallSite, entries: list[Entry], tensor_guard: TensorGuard) -> Route:
     """The route of a call that `is_simple` accepts, some tensor among its leaves.
 
-    Other transforms and dispatch modes are not asked for: the check of its tensors fails
-    there.
+    Other transforms and dispatch modes are not asked for: the check of its tensors fails there.
     """
     take = guard_of(site.args, site.kwargs, tensor_guard)
     same_thread = guards.thread_guard()

@@ -72,17 +72,46 @@ class Layout:
         return trees.unflatten(leaves, self.spec)
 
 
-class Signature(NamedTuple):
-    """One call, taken apart."""
+class CallSite(NamedTuple):
+    """One call, taken apart, and what a trace of it depends on."""
 
-    #: What must be equal for a trace to be used again, captured state aside.
-    key: Hashable
-    #: The call's (args, kwargs), static ones kept from being walked.
+    function: Callable[..., Any]  # the user's function
+    args: tuple[Any, ...]  # positional arguments
+    kwargs: Mapping[str, Any]  # keyword arguments
+    #: Both, static ones kept from being walked.
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    #: What must be equal for a trace to be used again, switches and captured state aside.
+    signature: Hashable
     tensors: tuple[Tensor, ...]  # the dynamic leaves, each once
     objects: tuple[object, ...]  # the leaves that must be looked into
     wants_gradient: bool  # whether some level of reverse mode wants one of the tensors
     is_traceable: bool  # whether all tensors can be traced
+    numerics: Numerics  # the switches in force
+
+    def with_all_wanted(self) -> "CallSite":
+        """The call as it is looked at, every floating tensor to be differentiated."""
+
+        @functools.cache  # a tensor that is given twice stays one
+        def leaf(tensor: Tensor) -> Tensor:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return tensor
+            # A stand-in was made outside the transforms and the trace around this call.
+            is_fake = fakes.is_fake(tensor)
+            with isolation.isolated() if is_fake else contextlib.nullcontext():
+                return tensor.detach().requires_grad_()
+
+        args, kwargs = trees.map_tensors(leaf, self.arguments)
+        return call_site(self.function, args, kwargs, Statics())
+
+    def require_traceable(self) -> None:
+        """Refuses sparse and nested tensors, and those of classes with functions of their own."""
+        if self.is_traceable:  # which a plain run may take
+            return
+        for name, tensor in zip(self.tensor_names, self.tensors, strict=True):
+            if not is_strided(tensor):
+                raise unstrided(f"the argument `{name}`", tensor)
+            if overrides_functions(type(tensor)):
+                raise overriding(type(tensor))
 
     @property
     def layout(self) -> Layout:
@@ -104,85 +133,42 @@ class Signature(NamedTuple):
         return Layout(spec, tuple(described))
 
     @property
-    def general_key(self) -> Hashable:
-        """The key without the sizes of tensors, but with their number of dimensions."""
-        return _Leaves(keeps_sizes=False).read(self.arguments)
-
-    @property
     def metas(self) -> tuple[TensorMeta, ...]:
         """The metadata of the tensors."""
         return tuple(map(TensorMeta.of_operand, self.tensors))
 
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallSite:
-    """One call: the function, its arguments, and what a trace of it depends on."""
-
-    function: Callable[..., Any]  # the user's function
-    args: tuple[Any, ...]  # positional arguments
-    kwargs: Mapping[str, Any]  # keyword arguments
-    signature: Signature  # of the arguments
-    numerics: Numerics  # the switches in force
-
-    def with_all_wanted(self) -> "CallSite":
-        """The call as it is looked at, every floating tensor to be differentiated."""
-
-        @functools.cache  # a tensor that is given twice stays one
-        def leaf(tensor: Tensor) -> Tensor:
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                return tensor
-            # A stand-in was made outside the transforms and the trace around this call.
-            is_fake = fakes.is_fake(tensor)
-            with isolation.isolated() if is_fake else contextlib.nullcontext():
-                return tensor.detach().requires_grad_()
-
-        args, kwargs = trees.map_tensors(leaf, self.signature.arguments)
-        signature = sign(self.function, args, kwargs, Statics())
-        return dataclasses.replace(self, signature=signature)
-
-    def require_traceable(self) -> None:
-        """Refuses sparse and nested tensors, and those of classes with functions of their own."""
-        if self.signature.is_traceable:  # which a plain run may take
-            return
-        for name, tensor in zip(self.tensor_names, self.signature.tensors, strict=True):
-            if not is_strided(tensor):
-                raise unstrided(f"the argument `{name}`", tensor)
-            if overrides_functions(type(tensor)):
-                raise overriding(type(tensor))
-
     @property
     def roots(self) -> Roots:
         """The function and the objects among its arguments."""
-        return (self.function, *self.signature.objects)
+        return (self.function, *self.objects)
 
     @property
     def key(self) -> Hashable:
         """What calls that may share a trace have in common."""
-        return (self.signature.key, self.numerics)
+        return (self.signature, self.numerics)
 
     @property
     def general_key(self) -> Hashable:
-        """The key of the call, the sizes of its tensors aside."""
-        return (self.signature.general_key, self.numerics)
+        """The key without the sizes of tensors, but with their number of dimensions."""
+        return (_Leaves(keeps_sizes=False).read(self.arguments), self.numerics)
 
     @property
     def names(self) -> tuple[str, ...]:
         """What messages call the leaves of the arguments."""
-        return labels(self.function, *self.signature.arguments)
+        return labels(self.function, *self.arguments)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
         """The names of the leaves that are tensors, each once."""
-        pairs = zip(self.names, self.signature.layout.leaves, strict=True)
+        pairs = zip(self.names, self.layout.leaves, strict=True)
         return tuple(name for name, (kind, _) in pairs if kind == TENSOR)
 
     @property
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """For tensors that are passed more than once: the further names, by the first."""
-        firsts, leaves = self.tensor_names, self.signature.layout.leaves
+        firsts = self.tensor_names
         further: dict[str, tuple[str, ...]] = {}
-        for name, (kind, place) in zip(self.names, leaves, strict=True):
+        for name, (kind, place) in zip(self.names, self.layout.leaves, strict=True):
             if kind == AGAIN:
                 first = firsts[int(place)]
                 further[first] = (*further.get(first, ()), name)
@@ -195,9 +181,31 @@ def call_site(
     kwargs: Mapping[str, Any],
     statics: Statics,
 ) -> CallSite:
-    """A call of a function, under the switches of this moment."""
-    signature = sign(function, args, kwargs, statics)
-    return CallSite(function, args, kwargs, signature, Numerics.current())
+    """Takes a call apart; refuses leaves that can be neither traced nor compared."""
+    arguments = (args, dict(kwargs))
+    if statics.are_given:
+        arguments = _with_wrapped_statics(function, args, kwargs, statics)
+    leaves = _Leaves()
+    signature = leaves.read(arguments)
+    for leaf in leaves.objects:
+        is_array = trees.is_array(leaf)
+        if is_array or _captures.hides_contents(leaf):
+            flat = trees.flatten(arguments)[0]
+            index = next(index for index, each in enumerate(flat) if each is leaf)
+            refused = _numpy_argument if is_array else _hidden_argument
+            raise refused(leaf, labels(function, *arguments)[index])
+    return CallSite(
+        function,
+        args,
+        kwargs,
+        arguments,
+        signature,
+        tuple(leaves.tensors),
+        tuple(leaves.objects),
+        leaves.wants_gradient,
+        leaves.is_traceable,
+        Numerics.current(),
+    )
 
 
 @final
@@ -206,35 +214,6 @@ class _Static:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-def sign(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    statics: Statics,
-) -> Signature:
-    """Takes a call of `function` apart; refuses leaves that can be neither traced nor compared."""
-    if statics.are_given:
-        args, kwargs = _with_wrapped_statics(function, args, kwargs, statics)
-    arguments = (args, dict(kwargs))
-    leaves = _Leaves()
-    key = leaves.read(arguments)
-    for leaf in leaves.objects:
-        is_array = trees.is_array(leaf)
-        if is_array or _captures.hides_contents(leaf):
-            flat = trees.flatten(arguments)[0]
-            index = next(index for index, each in enumerate(flat) if each is leaf)
-            refused = _numpy_argument if is_array else _hidden_argument
-            raise refused(leaf, labels(function, args, kwargs)[index])
-    return Signature(
-        key,
-        arguments,
-        tuple(leaves.tensors),
-        tuple(leaves.objects),
-        leaves.wants_gradient,
-        leaves.is_traceable,
-    )
 
 
 @final

@@ -56,10 +56,7 @@ class _NotRecordable(RematError):
 
 
 def register(key: str, where: str, around: _Around, why_apart: str) -> None:
-    """Makes a kind of region known to graphs of torch.compile, by a key.
-
-    `why_apart`: why it cannot be in a graph, if it never can; else empty.
-    """
+    """Makes a kind of region known to graphs; `why_apart`: why it can be in none."""
     _kinds.setdefault(key, _Kind(where, around, why_apart))
 
 

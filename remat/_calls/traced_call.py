@@ -83,6 +83,11 @@ class Flattened:
 
         return flat
 
+    def require_nothing_gained(self) -> None:
+        """Ends a trace that was the first to find places of `changed`."""
+        if self.gained:
+            raise _GainedGradient
+
 
 def _gained(had: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """The places of tensors that require grad now, and did not."""
@@ -115,64 +120,54 @@ class TracedCall:
 
 
 class _GainedGradient(Exception):
-    """A trace has written to arguments at these places what has a gradient."""
-
-    def __init__(self, places: tuple[int, ...]) -> None:
-        super().__init__(places)
-        self.places = places
+    """A trace has written to arguments what has a gradient."""
 
 
 def trace_call(
-    site: CallSite, fixed: Fixed | None, where: str, *, like_outputs: bool = False
-) -> TracedCall:
-    """Traces the function of a call, with open sizes unless `fixed` is None.
-
-    `like_outputs`: whether its cotangents are laid out as its outputs, as far as is known.
-
-    If an argument without a gradient gets one, by what the function writes to it, the
-    function is traced again: what is written then is a result like any other. Where torch
-    cannot go on with a symbol for a size, this raises what torch does.
-    """
-    try:
-        return _trace_call(site, fixed, where, (), like_outputs)
-    except _GainedGradient as found:
-        return _trace_call(site, fixed, where, found.places, like_outputs)
-
-
-def _trace_call(
     site: CallSite,
     fixed: Fixed | None,
     where: str,
-    changed: tuple[int, ...],
-    like_outputs: bool,
+    *,
+    like_outputs: bool = False,
+    changed: tuple[int, ...] = (),
 ) -> TracedCall:
+    """Traces the function of a call, with open sizes unless `fixed` is None.
+
+    If an argument without a gradient gets one, by what the function writes to it, the function is
+    traced again, with its place in `changed`: what is written then is a result like any other.
+    Where torch cannot go on with a symbol for a size, this raises what torch does. `like_outputs`:
+    whether its cotangents are laid out as its outputs, as far as is known.
+    """
     started = time.perf_counter()
-    signature, roots = site.signature, site.roots
-    require_no_engine(roots[0])
-    survey = _captures.Survey(roots)
-    flattened = Flattened(signature.layout, len(signature.tensors), changed)
-    with on_error(survey.restore), python_and_numpy.told(where):
-        traced, reads, template = _run_trace(
-            site, survey, flattened, fixed, like_outputs
+    require_no_engine(site.function)
+    survey = _captures.Survey(site.roots)
+    flattened = Flattened(site.layout, len(site.tensors), changed)
+    try:
+        with on_error(survey.restore), python_and_numpy.told(where):
+            traced, reads, template = _run_trace(
+                site, survey, flattened, fixed, like_outputs
+            )
+            output = flattened.output
+            assert output is not None, "a trace calls the function"
+            with on_error(lambda: take_out(traced.fakes)):
+                flattened.require_nothing_gained()
+                # A trace around would take the look for one of the user's.
+                with modes.without_torch_function():
+                    had = [*map(guards.requires_grad, traced.captured)]
+                    gained = _gained(had, traced.stand_ins)
+                hooked = _captures.put_back_hooked(survey)
+                # A buffer that was assigned to itself (out=...) is the buffer, not its stand-in.
+                survey.put_back(traced.stand_ins, traced.captured)
+                traced.stand_ins.clear()
+                require_no_effects(survey, reads, where)
+                require_nothing_left(traced.fakes, output.statics, where)
+    except _GainedGradient:
+        return trace_call(
+            *(site, fixed, where), like_outputs=like_outputs, changed=flattened.gained
         )
-        output = flattened.output
-        assert output is not None, "a trace calls the function"
-        with on_error(lambda: take_out(traced.fakes)):
-            if flattened.gained:
-                raise _GainedGradient(flattened.gained)
-            # A trace around would take the look for one of the user's.
-            with modes.without_torch_function():
-                had = [*map(guards.requires_grad, traced.captured)]
-                gained = _gained(had, traced.stand_ins)
-            hooked = _captures.put_back_hooked(survey)
-            # A buffer that was assigned to itself (out=...) is the buffer, not its stand-in.
-            survey.put_back(traced.stand_ins, traced.captured)
-            traced.stand_ins.clear()
-            require_no_effects(survey, reads, where)
-            require_nothing_left(traced.fakes, output.statics, where)
     joints = traced.joints
     if template is not None:
-        filled = template.at(signature.metas)
+        filled = template.at(site.metas)
         assert filled is not None, "the trace does not hold for its own call"
         joints, statics = filled
         output = dataclasses.replace(output, statics=statics)
@@ -195,9 +190,9 @@ def _run_trace(
 ) -> tuple[Traced, _captures.Reads, Template | None]:
     request = Request(
         flattened.build(site.roots, None),
-        site.signature.metas,
+        site.metas,
         find=lambda tensor: id(tensor) in survey.tensors,
-        is_in_parts=any(map(is_taken_whole, site.signature.tensors)),
+        is_in_parts=any(map(is_taken_whole, site.tensors)),
         like_outputs=like_outputs,
     )
     with site.numerics.applied(), _captures.recording(survey) as reads:
@@ -211,16 +206,10 @@ def _run_trace(
 def require_lawful(
     site: CallSite, rng: str | None, traced: TracedCall, names: Sequence[str]
 ) -> None:
-    """Refuses a function that draws, or writes, what a recomputation cannot repeat.
-
-    Raises:
-        ImplicitRandomnessError: it draws from a generator that is not watched.
-        MutationError: it writes to a tensor that is differentiated, and no buffer, or to a
-            captured tensor what has a gradient.
-    """
-    joint, count = traced.joints[0], len(site.signature.tensors)
+    """Refuses a function that draws, or writes, what a recomputation cannot repeat."""
+    joint, count = traced.joints[0], len(site.tensors)
     _require_random_by_keys(joint, rng)
-    tensors = (*site.signature.tensors, *traced.captured)
+    tensors = (*site.tensors, *traced.captured)
     for operand, new in joint.mutations:
         tensor = tensors[operand]
         meta = TensorMeta.of_operand(tensor)
