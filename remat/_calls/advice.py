@@ -33,11 +33,11 @@ def advise(
     """Warns, once for each policy and `function`, of one that does less than expected."""
     policy = settings.policy
     advice = [
-        *_unmatched(stages.analysis, policy),
-        *_unmet(stages, policy),
-        *_bypassed(stages, policy),
-        *_useless(stages, policy),
-        *_idle(stages, policy, program, verify=settings.verify),
+        *_unmatched_globs(stages.analysis, policy),
+        *_permits_nothing(stages, policy),
+        *_saved_unread(stages, policy),
+        *_saves_no_memory(stages, policy),
+        *_without_effect(stages, policy, program, verify=settings.verify),
     ]
     for topic, what, why, do in advice:
         warn_once((function, policy, topic), where=where, what=what, why=why, do=do)
@@ -83,7 +83,7 @@ def advise_of_untold(
 _Advice = Iterator[tuple[Hashable, str, str, str]]
 
 
-def _unmatched(analysis: Analysis, policy: AbstractPolicy) -> _Advice:
+def _unmatched_globs(analysis: Analysis, policy: AbstractPolicy) -> _Advice:
     values = analysis.joint.graph.values
     names = tuple(dict.fromkeys(name for value in values for name in value.names))
     for glob in policy.globs:
@@ -101,8 +101,8 @@ def _unmatched(analysis: Analysis, policy: AbstractPolicy) -> _Advice:
             )
 
 
-def _unmet(stages: Stages, policy: AbstractPolicy) -> _Advice:
-    """A policy that permits none of the values; of globs `_unmatched` says it."""
+def _permits_nothing(stages: Stages, policy: AbstractPolicy) -> _Advice:
+    """A policy that permits none of the values; of globs `_unmatched_globs` says it."""
     is_meant = policy.is_whole or saves_nothing(policy) or is_of_users(policy)
     values = stages.analysis.views
     if values and not (stages.decisions or policy.globs or is_meant):
@@ -123,7 +123,7 @@ def _unmet(stages: Stages, policy: AbstractPolicy) -> _Advice:
         )
 
 
-def _bypassed(stages: Stages, policy: AbstractPolicy) -> _Advice:
+def _saved_unread(stages: Stages, policy: AbstractPolicy) -> _Advice:
     """Named values that the policy saves and that no backward step reads."""
     analysis, saved = stages.analysis, stages.cut.saved
     joint, numbers, owners = analysis.joint, analysis.numbers, analysis.roots
@@ -157,7 +157,7 @@ def _has_read_sibling(analysis: Analysis, number: int, read: set[int]) -> bool:
     return False
 
 
-def _useless(stages: Stages, policy: AbstractPolicy) -> _Advice:
+def _saves_no_memory(stages: Stages, policy: AbstractPolicy) -> _Advice:
     # A budget that everything fits is met by saving everything; what waits in another form
     # is smaller, or elsewhere.
     is_meant = policy in (everything_saveable, nothing_saveable) or policy.is_whole
@@ -174,7 +174,7 @@ def _useless(stages: Stages, policy: AbstractPolicy) -> _Advice:
         )
 
 
-def _idle(
+def _without_effect(
     stages: Stages, policy: AbstractPolicy, program: Program, *, verify: bool
 ) -> _Advice:
     """Options without effect: a storage of what is not saved, `verify`, `backend`."""

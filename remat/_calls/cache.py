@@ -15,7 +15,7 @@ from remat._calls.cache_miss import Options, compile_call
 from remat._calls.entry import Entry
 from remat._calls.families import Family
 from remat._calls.options import Settings
-from remat._calls.retraces import History
+from remat._calls.retraces import TraceHistory
 from remat._calls.routes import (
     Found,
     Route,
@@ -76,7 +76,7 @@ class Cache:
         self.hits = 0  # other calls that found a trace
         self.misses = 0
         self.is_told = False  # that one of these has grown long
-        self.histories = weakref.WeakKeyDictionary[object, History]()
+        self.histories = weakref.WeakKeyDictionary[object, TraceHistory]()
         #: Why calls like these run again, by what they have in common: engine="auto".
         self.refused: dict[Hashable, str] = {}
 
@@ -114,7 +114,7 @@ class Cache:
         """Makes the entry of a call that no trace holds for, and keeps it."""
         tracer.load_tracer()
         is_open = may_open and self.settings.dynamic_shapes
-        entry = self._made_or_refused(site, is_open)
+        entry = self._trace_entry_or_refuse(site, is_open)
         before = entries[0] if entries else None
         entries.insert(0, entry)
         self._drop_oldest()
@@ -133,26 +133,26 @@ class Cache:
         """Warns at the tenth trace of a module, or of a function of none, once for its code."""
         owners = map(_owner, site.roots)
         owner = next((each for each in owners if isinstance(each, nn.Module)), self)
-        history = self.histories.setdefault(owner, History())
+        history = self.histories.setdefault(owner, TraceHistory())
         if history.add(site, before) and not self.is_told:
             self.is_told = True
             history.warn(self.where, self.settings.cache_size)
 
-    def _made_or_refused(self, site: CallSite, is_open: bool) -> Entry:
+    def _trace_entry_or_refuse(self, site: CallSite, is_open: bool) -> Entry:
         """Makes an entry; with engine="auto" whatever the function raises is a refusal."""
         if self.settings.engine != "auto":
-            return self._made(site, is_open)
+            return self._trace_entry(site, is_open)
         known = self.refused.get(_refusal_key(site))
         if known is not None:
             raise TraceError(known)
         try:
-            return self._made(site, is_open)
+            return self._trace_entry(site, is_open)
         except (RematError, Warning):
             raise
         except Exception as error:
             raise raises_in_its_trace(error) from error
 
-    def fall_back(self, site: CallSite, refused: RematError) -> None:
+    def rerun_from_now_on(self, site: CallSite, refused: RematError) -> None:
         """Has the calls like one run again from now on, and warns, each reason once."""
         told = self.refused.values()
         if str(refused) in told:
@@ -182,7 +182,7 @@ class Cache:
             "not told.",
         )
 
-    def _made(self, site: CallSite, is_open: bool) -> Entry:
+    def _trace_entry(self, site: CallSite, is_open: bool) -> Entry:
         """The entry of a trace, with open sizes if the function permits that."""
         options = Options(self.settings, self.calls, self.where)
         if not is_open:
@@ -214,14 +214,14 @@ class Cache:
         entries = self.entries.get(site.key)
         return None if entries is None else first_holding(entries, site.roots)
 
-    def prefer(self, route: Route) -> None:
+    def prefer_route(self, route: Route) -> None:
         """Tries a route first: the next layer is likely to be called like this one."""
         # The function that ran may have cleared the cache.
         if route in self.routes:
             self.routes[0].entries[0].touch()
             self.routes = [route, *(each for each in self.routes if each is not route)]
 
-    def learn(self, site: CallSite) -> None:
+    def add_route(self, site: CallSite) -> None:
         """Adds a route for calls like this one, if there is room for it."""
         entries, tensor_guard = self.entries.get(site.key), tensor_guard_here()
         if entries is None or not site.tensors or tensor_guard is None:

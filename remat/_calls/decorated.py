@@ -86,7 +86,7 @@ class DecoratedFunction(Generic[_P, _R]):
             if returned is not MISSED:
                 cache.routed += 1
                 if route is not routes[0]:
-                    cache.prefer(route)
+                    cache.prefer_route(route)
                 return returned
         return self._call(args, kwargs)
 
@@ -112,7 +112,7 @@ class DecoratedFunction(Generic[_P, _R]):
             if not (is_auto and advises_rerun(refused)):
                 raise
             returned = flat_call.call(self._fun, args, kwargs, self._rng)
-            self._cache.fall_back(site, refused)
+            self._cache.rerun_from_now_on(site, refused)
             return returned
 
     def _call_traced(self, site: CallSite) -> Any:
@@ -133,7 +133,7 @@ class DecoratedFunction(Generic[_P, _R]):
         # A route tells objects apart by their type alone: too little for static arguments.
         has_static_objects = site.objects and self.settings.statics.are_given
         if not (has_static_objects or is_inside):
-            cache.learn(site)
+            cache.add_route(site)
         return entry.call(site.roots, tensors, site.numerics)
 
     @functools.cached_property

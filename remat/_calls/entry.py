@@ -16,7 +16,7 @@ from remat import _captures
 from remat._generators.streams import exists
 from remat._graph.meta import TensorMeta, layout_of
 from remat._partition.stages import Stages
-from remat._programs.barriers import kept
+from remat._programs.barriers import opaque_copy
 from remat._regions.forwards import FastPath, make_views
 from remat._regions.functions import Roots
 from remat._regions.protocol import Call
@@ -133,7 +133,7 @@ class Entry:
         given = list(tensors)
         for index in (*self.written, *self.changed):
             # The backward must find what the forward found.
-            given[index] = kept(given[index])
+            given[index] = opaque_copy(given[index])
         returned, mutations = bind_all(call, given)
         for index, new in zip(self.written, mutations, strict=True):
             levels.write_back(tensors[index], new, unseen=index in self.unseen)

@@ -25,7 +25,7 @@ _ARRANGED = (
 
 
 @final
-class History:
+class TraceHistory:
     """The traces of one function, or of one module."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class History:
     def add(self, site: CallSite, known: Entry | None) -> bool:
         """Adds a trace, for which the latest `known` did not hold; says whether it is the tenth."""
         self._count += 1
-        before, self._latest = self._latest, _described(site)
+        before, self._latest = self._latest, _call_description(site)
         if known is not None:
             label, text = known.covered.difference(site.roots)
             changes = [((label, _VALUE), text)]
@@ -66,7 +66,7 @@ class History:
         )
 
 
-def _described(site: CallSite) -> dict[str, object]:
+def _call_description(site: CallSite) -> dict[str, object]:
     """What two calls can differ in, by name."""
     leaves = zip(site.names, site.layout.leaves, strict=True)
     found: dict[str, object] = {}

@@ -67,7 +67,7 @@ def guard_of(
     args: _Args, kwargs: Mapping[str, Any], tensor_guard: TensorGuard = PLAINLY
 ) -> Guard:
     """Recognizes calls that have the signature of this one, which `is_simple` accepts."""
-    return _Writer(tensor_guard).function(args, kwargs)
+    return _GuardWriter(tensor_guard).function(args, kwargs)
 
 
 def is_simple(
@@ -87,7 +87,7 @@ def is_simple(
 
 
 @final
-class _Writer:
+class _GuardWriter:
     """Writes the guard of a call."""
 
     def __init__(self, tensor_guard: TensorGuard) -> None:

@@ -150,7 +150,7 @@ class CallSite(NamedTuple):
     @property
     def general_key(self) -> Hashable:
         """The key without the sizes of tensors, but with their number of dimensions."""
-        return (_Leaves(keeps_sizes=False).read(self.arguments), self.numerics)
+        return (_KeyReader(keeps_sizes=False).read(self.arguments), self.numerics)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -185,7 +185,7 @@ def call_site(
     arguments = (args, dict(kwargs))
     if statics.are_given:
         arguments = _with_wrapped_statics(function, args, kwargs, statics)
-    leaves = _Leaves()
+    leaves = _KeyReader()
     signature = leaves.read(arguments)
     for leaf in leaves.objects:
         is_array = trees.is_array(leaf)
@@ -217,7 +217,7 @@ class _Static:
 
 
 @final
-class _Leaves:
+class _KeyReader:
     """Collects the tensors and the objects of a pytree, in the order of its leaves."""
 
     def __init__(self, *, keeps_sizes: bool = True) -> None:

@@ -111,7 +111,7 @@ def _recorded(key: str, name: str, module: Callable[..., Any]) -> Callable[..., 
         compilation = dynamo.compilation()
         try:
             with levels.dual_level_told():
-                return region(*[_settled(kind.where, arg) for arg in args])
+                return region(*[_with_fixed_sizes(kind.where, arg) for arg in args])
         except RematError as error:
             if compilation is None:
                 raise
@@ -125,7 +125,7 @@ def _at_level(module: fx.GraphModule) -> Callable[..., Any]:
     return lambda *args: WithLines(levels.at_current_level(module)).run(*args)
 
 
-def _settled(where: str, argument: Any) -> Any:
+def _with_fixed_sizes(where: str, argument: Any) -> Any:
     """The argument with sizes that are numbers: the graph then holds for these alone."""
     if not isinstance(argument, Tensor):
         return _size_in_graph(where, argument)

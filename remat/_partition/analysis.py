@@ -38,7 +38,7 @@ class Analysis:
     @functools.cached_property
     def views(self) -> dict[int, policies.Value]:
         """What a policy is asked about: class -> the value as the policy sees it."""
-        graph, names = self.joint.graph, _names(self)
+        graph, names = self.joint.graph, _class_names(self)
         found: dict[int, policies.Value] = {}
         for index in filter(self.is_saveable, self.forward):
             if self.roots[index] == index:
@@ -50,7 +50,7 @@ class Analysis:
     @property
     def named_operands(self) -> dict[int, policies.Value]:
         """The operands that have a name, as a policy sees them."""
-        graph, names = self.joint.graph, _names(self)
+        graph, names = self.joint.graph, _class_names(self)
         return {
             index: _policy_value(graph, index, names[self.numbers[index]])
             for index in range(self.joint.num_operands)
@@ -127,7 +127,7 @@ def analyze(joint: Joint) -> Analysis:
     return Analysis(joint, numbers, members, roots(joint.graph), forward)
 
 
-def _names(analysis: Analysis) -> dict[int, tuple[str, ...]]:
+def _class_names(analysis: Analysis) -> dict[int, tuple[str, ...]]:
     """The names of each class: its members', their views', and their siblings'."""
     found: dict[int, dict[str, None]] = {}
     values = analysis.joint.graph.values
@@ -166,19 +166,19 @@ def _policy_value(graph: Graph, index: int, names: tuple[str, ...]) -> policies.
         flops=step_flops(graph, maker),
         source=value.source,
         function=value.function,
-        args=_taken(graph, maker.args),
-        kwargs=_taken(graph, maker.kwargs),
+        args=_policy_arguments(graph, maker.args),
+        kwargs=_policy_arguments(graph, maker.kwargs),
     )
 
 
-def _taken(graph: Graph, tree: Any) -> Any:
+def _policy_arguments(graph: Graph, tree: Any) -> Any:
     """An operator's arguments as a policy sees them."""
     if isinstance(tree, Ref):
-        return _taken(graph, graph.values[tree.index].meta)
+        return _policy_arguments(graph, graph.values[tree.index].meta)
     if isinstance(tree, TensorMeta):
         return policies.Operand(tree.hints, tree.dtype, tree.device)
     if isinstance(tree, (tuple, list)):
-        return tuple(_taken(graph, item) for item in cast("list[Any]", tree))
+        return tuple(_policy_arguments(graph, item) for item in cast("list[Any]", tree))
     return sizes.hint(tree)
 
 

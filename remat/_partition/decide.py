@@ -21,7 +21,7 @@ from remat.policies._sizes import show_size
 
 def decide(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
     """The classes that a policy lets be saved, and how; it may refuse the program."""
-    return policy.decide_all(_Values(analysis))
+    return policy.decide_all(_ProgramValues(analysis))
 
 
 def decide_of_operands(analysis: Analysis, policy: AbstractPolicy) -> Decisions:
@@ -40,7 +40,7 @@ def _permitted(
 
 @final
 @dataclasses.dataclass(frozen=True)
-class _Values:
+class _ProgramValues:
     """The values of a program, for policies of any kind to decide about."""
 
     analysis: Analysis

@@ -50,7 +50,7 @@ def _hold_mapped(
 schemas.register_vmap("hold", _hold_mapped)
 
 
-def kept(tensor: Tensor) -> Tensor:
+def opaque_copy(tensor: Tensor) -> Tensor:
     """A copy, which a compiler cannot undo, of a tensor that is about to be overwritten.
 
     A compiler could move a `clone` into the backward, where the tensor is overwritten.
@@ -58,12 +58,12 @@ def kept(tensor: Tensor) -> Tensor:
     return HOLD(tensor, tensor) if tracer.is_in_compiler() else tensor.clone()
 
 
-def held_back(graph: Graph, num_saved: int, num_cotangents: int) -> Graph:
+def with_barriers(graph: Graph, num_saved: int, num_cotangents: int) -> Graph:
     """A backward program (saved values, operands, cotangents -> gradients) with barriers.
 
     They are copies (`remat.hold`) that a compiler cannot see through.
     """
-    writing = _Writing(graph, num_saved, num_cotangents)
+    writing = _BarrierWriter(graph, num_saved, num_cotangents)
     for index in range(graph.num_inputs, len(graph.values)):
         if not writing.is_view(index):
             writing.add(index)
@@ -71,7 +71,7 @@ def held_back(graph: Graph, num_saved: int, num_cotangents: int) -> Graph:
     return check(Graph(tuple(writing.values), graph.num_inputs, outputs))
 
 
-class _Writing:
+class _BarrierWriter:
     """Writes the new program step by step.
 
     A view is written where it is read, as a view of a value or of the value's copy.

@@ -49,7 +49,7 @@ def _binding(graph: Graph, value: Value) -> Callable[..., Any] | None:
         return None
     if not metas or not all(isinstance(meta, TensorMeta) for meta in metas):
         return None
-    stand_ins = dict(zip(reads, map(stand_in, metas), strict=True))
+    stand_ins = dict(zip(reads, map(rehearsal_tensor, metas), strict=True))
     args, kwargs = replace_refs((value.args, value.kwargs), stand_ins.__getitem__)
     wanted = operators.arguments(own, tuple(args), dict(kwargs))
     op: Any = _SAME_BELOW_AUTOGRAD.get(own, own)
@@ -57,12 +57,12 @@ def _binding(graph: Graph, value: Value) -> Callable[..., Any] | None:
         heard = _rehearse(binding, tuple(args), dict(kwargs))
         if heard is None or heard[0] is not op:
             continue
-        if _heard_the_same(wanted, operators.arguments(*heard)):
+        if _same_arguments(wanted, operators.arguments(*heard)):
             return binding
     return None
 
 
-def stand_in(meta: Any) -> torch.Tensor:
+def rehearsal_tensor(meta: Any) -> torch.Tensor:
     """A tensor of this metadata without data, with which a binding is rehearsed."""
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
 
@@ -75,7 +75,7 @@ _Heard = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 @final
-class _Listener(modes.DispatchMode):
+class _FirstOperator(modes.DispatchMode):
     """Hears the first operator that arrives below autograd."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class _Listener(modes.DispatchMode):
 def _rehearse(
     binding: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Heard | None:
-    listener = _Listener()
+    listener = _FirstOperator()
     try:
         with listener, modes.below_autograd():
             binding(*args, **kwargs)
@@ -102,24 +102,24 @@ def _rehearse(
     return None
 
 
-def _heard_the_same(first: Any, second: Any) -> bool:
+def _same_arguments(first: Any, second: Any) -> bool:
     if isinstance(first, dict) and isinstance(second, dict):
         first, second = list(first.items()), list(second.items())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
-        return len(first) == len(second) and all(map(_heard_the_same, first, second))  # pyright: ignore[reportUnknownArgumentType]
+        return len(first) == len(second) and all(map(_same_arguments, first, second))  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return first is second
     return type(first) is type(second) and first == second  # pyright: ignore[reportUnknownArgumentType]
 
 
-def fold(graph: Graph) -> Graph:
+def fold_products(graph: Graph) -> Graph:
     """The graph with products of views as one call each; not to be traced or differentiated."""
     num_uses = Counter(use for value in graph.values for use in value.uses)
     num_uses.update(ref.index for ref in graph.outputs if ref is not None)
     values = list(graph.values)
     with isolation.isolated(), modes.without_torch_function():
         for index, value in enumerate(graph.values):
-            steps = _steps_before(graph, value)
+            steps = _view_and_product(graph, value)
             # Another reader would need them all the same.
             if steps and all(num_uses[step] == 1 for step in steps):
                 view, product = (graph.values[step] for step in steps)
@@ -132,7 +132,7 @@ def fold(graph: Graph) -> Graph:
     return prune(dataclasses.replace(graph, values=tuple(values)), effects)
 
 
-def _steps_before(graph: Graph, value: Value) -> tuple[int, ...]:
+def _view_and_product(graph: Graph, value: Value) -> tuple[int, ...]:
     """If this is a view of the product of a view, where the other view and the product are."""
     if value.op in _VIEWS:
         product: int = value.args[0].index
@@ -145,7 +145,7 @@ def _steps_before(graph: Graph, value: Value) -> tuple[int, ...]:
 
 def _is_same(graph: Graph, args: tuple[Ref, Ref], product: Value, value: Value) -> bool:
     """Whether `matmul` of these multiplies what the product does, for what the value is."""
-    given = [stand_in(graph.values[arg.index].meta) for arg in args]
+    given = [rehearsal_tensor(graph.values[arg.index].meta) for arg in args]
     listener = _Multiplication()
     try:
         with listener, modes.below_autograd():

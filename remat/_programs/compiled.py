@@ -35,7 +35,7 @@ def can_compile(graph: Graph) -> bool:
     )
 
 
-def function_of(graph: Graph) -> Callable[[list[Tensor]], list[Any]]:
+def compiled_function(graph: Graph) -> Callable[[list[Tensor]], list[Any]]:
     """The graph as a function that empties its list, compiled when it is first run."""
     compiled: list[Callable[..., list[Any]]] = []
 
@@ -49,14 +49,14 @@ def function_of(graph: Graph) -> Callable[[list[Tensor]], list[Any]]:
                 torch.no_grad(),
             ):
                 like = [tensor.detach() for tensor in inputs]
-                made = runners.inductor(exported(graph), like, wrapper_in_cpp=is_small)
+                made = runners.inductor(fx_module(graph), like, wrapper_in_cpp=is_small)
             compiled.append(made)
         return list(compiled[0](inputs))
 
     return run
 
 
-def exported(graph: Graph) -> fx.GraphModule:
+def fx_module(graph: Graph) -> fx.GraphModule:
     """The steps of a graph in torch.fx, for the compiler."""
     made, constants = fx.Graph(), torch.nn.Module()
     env: dict[int, fx.Node] = {}

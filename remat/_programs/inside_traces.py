@@ -49,7 +49,7 @@ def _run_inside_trace(value: Value, env: dict[int, Any]) -> Any:
     before = len(traced.nodes)
     handles_state = value.state is not None or value.op is device_states.STATE
     if handles_state and tracer.is_in_compiler():
-        out = _whole_draw(value, args, dict(kwargs), env)
+        out = _draw_with_state(value, args, dict(kwargs), env)
     elif value.is_redraw:
         assert value.state is not None
         found = device_states.swap(env[value.state.index], device_of(value.meta))
@@ -74,7 +74,7 @@ def _run_inside_trace(value: Value, env: dict[int, Any]) -> Any:
     return out
 
 
-def _whole_draw(
+def _draw_with_state(
     value: Value, args: Sequence[Any], kwargs: dict[str, Any], env: dict[int, Any]
 ) -> Any:
     """A draw inside the trace of a compiler; its state comes with it, not before."""
@@ -206,7 +206,7 @@ def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
     return _apply_whole(whole, args, *(made if isinstance(made, tuple) else (made,)))
 
 
-class _Whole(torch.autograd.Function):
+class _WithRuleOfParts(torch.autograd.Function):
     """An operator, with the derivatives of equal values that its parts have made."""
 
     generate_vmap_rule = True
@@ -229,4 +229,4 @@ class _Whole(torch.autograd.Function):
         return tuple(tangents) if len(tangents) > 1 else tangents[0]
 
 
-_apply_whole: Callable[..., Any] = _Whole.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+_apply_whole: Callable[..., Any] = _WithRuleOfParts.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

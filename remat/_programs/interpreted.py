@@ -57,13 +57,13 @@ def overhead_dominates(graph: Graph, *, fewest_steps: int) -> bool:
     return is_near and sum(meta.size_bytes for meta in held) <= _MOST_BYTES
 
 
-def function_of(graph: Graph) -> Callable[[list[Tensor]], list[Any]] | None:
+def interpreted_function(graph: Graph) -> Callable[[list[Tensor]], list[Any]] | None:
     """The graph as a function that empties its list; None if the interpreter cannot run it."""
     steps = graph.values[graph.num_inputs :]
-    if not all(map(_is_sure, steps)):
+    if not all(map(_never_raises, steps)):
         return None
     try:
-        run, constants = _written(graph)
+        run, constants = _interpreter_of(graph)
     except LookupError:
         return None
     holes = [place for place, ref in enumerate(graph.outputs) if ref is None]
@@ -78,7 +78,7 @@ def function_of(graph: Graph) -> Callable[[list[Tensor]], list[Any]] | None:
     return interpreted
 
 
-def _is_sure(value: Value) -> bool:
+def _never_raises(value: Value) -> bool:
     """Whether the interpreter may run a step: it draws nothing and fails for no numbers."""
     if value.op in (operator.getitem, operators.constant):
         return True
@@ -94,7 +94,7 @@ def _is_sure(value: Value) -> bool:
     return is_known and not operators.draws(value) and not schemas.needs_grad_mode(op)
 
 
-def _written(graph: Graph) -> tuple[Callable[..., list[Any]], list[Tensor]]:
+def _interpreter_of(graph: Graph) -> tuple[Callable[..., list[Any]], list[Tensor]]:
     """The interpreter's function, and the constants that it takes after the inputs."""
     steps = runners.Interpreted()
     values = graph.values

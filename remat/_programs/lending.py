@@ -50,7 +50,7 @@ _MOST_PART = 1 / 9
 _FEW_BYTES = 2**13
 
 
-class _Given(NamedTuple):
+class _InputIdentity(NamedTuple):
     """What is the same of two inputs that are one."""
 
     memory: StorageWeakRef  # as long as this exists, no other storage is equal to it
@@ -59,7 +59,7 @@ class _Given(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Given:
+    def of(cls, tensor: Tensor) -> _InputIdentity:
         """Of a plain tensor."""
         (version,) = levels.versions_of([tensor])
         memory = StorageWeakRef(tensor.untyped_storage())
@@ -71,7 +71,7 @@ class _Loan(NamedTuple):
 
     task: int
     lender: Lender
-    inputs: tuple[_Given, ...]
+    inputs: tuple[_InputIdentity, ...]
     values: dict[int, Tensor]  # by their places in the lender's graph
 
 
@@ -109,7 +109,7 @@ class Lender:
             loan.values.clear()
         if task == -1 or not guards.are_plain(inputs):
             return self._run((), frozenset())(inputs)
-        given, taken = tuple(map(_Given.of, inputs)), dict[int, Tensor]()
+        given, taken = tuple(map(_InputIdentity.of, inputs)), dict[int, Tensor]()
         if loan is not None and loan.task == task:
             known = {each: place for place, each in enumerate(loan.inputs)}
             pairs = self._pairs(loan.lender, tuple(map(known.get, given)))
@@ -148,17 +148,17 @@ class Lender:
 
     def _bytes(self, lent: Sequence[int] = ()) -> int:
         """The most bytes that live while it runs, if it returns these values too."""
-        graph = _variant(self.graph, (), lent)
+        graph = _lending(self.graph, (), lent)
         return bytes_of(graph, range(graph.num_inputs)) + peak_of_run(graph)
 
     def _run(self, taken: tuple[int, ...], lent: frozenset[int]) -> _Run:
         key = taken, lent
         if key not in self._runs:
-            self._runs[key] = self._run_of(_variant(self.graph, taken, sorted(lent)))
+            self._runs[key] = self._run_of(_lending(self.graph, taken, sorted(lent)))
         return self._runs[key]
 
 
-def _variant(graph: Graph, taken: Sequence[int], lent: Sequence[int]) -> Graph:
+def _lending(graph: Graph, taken: Sequence[int], lent: Sequence[int]) -> Graph:
     """The graph that takes some values after its inputs, and returns some after its outputs."""
     if not taken and not lent:
         return graph

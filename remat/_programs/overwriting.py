@@ -37,7 +37,7 @@ _MORE = (
 _MAKERS = frozenset(f"aten.{name}" for name in _MORE.split(" "))
 
 
-def reusing(graph: Graph) -> Graph:
+def with_overwriting(graph: Graph) -> Graph:
     """The graph with operators that write over what they are the last to read.
 
     It is for plain tensors, not to be traced or differentiated. The graph itself is returned

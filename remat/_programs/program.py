@@ -25,11 +25,11 @@ from remat._graph import operators
 from remat._graph.meta import device_of
 from remat._graph.values import Graph, Value, comment, last_uses, refs, roots
 from remat._programs import compiled, interpreted, watching
-from remat._programs.barriers import held_back
-from remat._programs.bindings import bindings_of, fold
+from remat._programs.barriers import with_barriers
+from remat._programs.bindings import bindings_of, fold_products
 from remat._programs.inside_traces import interpret
 from remat._programs.lending import Lender
-from remat._programs.overwriting import reusing
+from remat._programs.overwriting import with_overwriting
 from remat._torch import guards, modes, schemas, tracer
 from remat._tracing.thread import current
 
@@ -89,7 +89,9 @@ class Program:
             if outer is not None:
                 outer.is_custom |= self.is_custom
             is_compiling = tracer.is_in_compiler()
-            return interpret(self._held_back if is_compiling else self.graph, inputs)
+            return interpret(
+                self._with_barriers if is_compiling else self.graph, inputs
+            )
         watcher = watching.watcher()
         if watcher is None:
             return self._run(inputs)
@@ -110,11 +112,11 @@ class Program:
         return self.backend is not None and compiled.can_compile(self.graph)
 
     @functools.cached_property
-    def _held_back(self) -> Graph:
+    def _with_barriers(self) -> Graph:
         """The graph for a compiler that sees forward and backward together: see `_programs.barriers`."""
         if not self.num_cotangents:
             return self.graph
-        return held_back(self.graph, self.num_saved, self.num_cotangents)
+        return with_barriers(self.graph, self.num_saved, self.num_cotangents)
 
     @functools.cached_property
     def _shares_memory(self) -> bool:
@@ -129,7 +131,7 @@ class Program:
         )
 
     def __str__(self) -> str:
-        return _Writer(self.graph, self.title, {}).text
+        return _ProgramWriter(self.graph, self.title, {}).text
 
     @functools.cached_property
     def _run(self) -> Callable[[list[Tensor]], list[Any]]:
@@ -146,11 +148,11 @@ class Program:
     def _short(self) -> Callable[[list[Tensor]], list[Any]]:
         """The program as it runs fastest, if no mode listens for single operators."""
         if self.is_compiled:
-            return compiled.function_of(self.graph)
-        folded = fold(self.graph)
+            return compiled.compiled_function(self.graph)
+        folded = fold_products(self.graph)
         if interpreted.overhead_dominates(folded, fewest_steps=_FOR_INTERPRETER):
-            return interpreted.function_of(folded) or self._compiled(folded)
-        reused = reusing(folded)
+            return interpreted.interpreted_function(folded) or self._compiled(folded)
+        reused = with_overwriting(folded)
         if reused is folded:
             return self._compiled(folded)
         sparing = self._compiled(reused)
@@ -171,7 +173,7 @@ class Program:
     ) -> Callable[..., list[Any]]:
         # A dispatch mode gets overloads, whichever binding calls them.
         bindings = {} if is_watched else bindings_of(graph)
-        writer = _Writer(graph, self.title, bindings, is_watched=is_watched)
+        writer = _ProgramWriter(graph, self.title, bindings, is_watched=is_watched)
         namespace = dict(writer.bound)
         exec(compile(writer.consuming, f"<remat {self.title}>", "exec"), namespace)
         return namespace[self.title]
@@ -182,7 +184,7 @@ class Program:
         return self.graph.operators
 
 
-class _Writer:
+class _ProgramWriter:
     """Writes the function and collects the objects that its text names.
 
     Attributes:

@@ -33,7 +33,7 @@ from remat._tracing.trace import record
 from remat.storage import AbstractStorage
 
 
-class Kept(NamedTuple):
+class Saved(NamedTuple):
     """What waits for a backward."""
 
     analysis: Analysis  # the joint graph for the cotangents that come
@@ -42,8 +42,8 @@ class Kept(NamedTuple):
     verify: bool  # whether the backward compares them with recomputed ones
 
 
-def backward_given(
-    function: Function, operands: Sequence[TensorMeta], kept: Kept, asked: Asked
+def backward_forward(
+    function: Function, operands: Sequence[TensorMeta], kept: Saved, asked: Asked
 ) -> Forward:
     """The backward: (saved, operands, generator states, cotangents) -> gradients."""
     joint, count = kept.analysis.joint, len(kept.saved)
@@ -84,14 +84,14 @@ def backward_given(
     )
 
 
-def _recomputing(kept: Kept, wanted: Sequence[Ref | None], *, is_cut: bool) -> Graph:
+def _recomputing(kept: Saved, wanted: Sequence[Ref | None], *, is_cut: bool) -> Graph:
     """A program for the wanted values; if `is_cut`, it starts from what is saved."""
     stops = frozenset(kept.saved) if is_cut else frozenset[int]()
     found = cut(kept.analysis, stops, wanted)
     return backward_graph(kept.analysis.joint, found, kept.saved, wanted)
 
 
-def mapped_given(
+def mapped_forward(
     forward: Forward, batch: Batch
 ) -> tuple[Forward, tuple[int | None, ...]]:
     """The mapped forward, over physical tensors, and the mapped dimension of each result."""
@@ -120,7 +120,7 @@ def mapped_given(
         untracked=(),
         verification=None,
         mapped=tuple(map(_with_mapped, before, added)),
-        views=outputs_alone(count),
+        views=identity_views(count),
         origins=None,
     )
     return over, tuple(dims)
@@ -131,12 +131,12 @@ def _with_mapped(dims: tuple[int, ...], new: int | None) -> tuple[int, ...]:
     return dims if new is None else (new, *[dim + (dim >= new) for dim in dims])
 
 
-def are_outputs(views: tuple[View, ...]) -> bool:
+def are_identity_views(views: tuple[View, ...]) -> bool:
     """Whether the function returns exactly the outputs, in order."""
-    return views == outputs_alone(len(views))
+    return views == identity_views(len(views))
 
 
-def outputs_alone(count: int) -> tuple[View, ...]:
+def identity_views(count: int) -> tuple[View, ...]:
     """The views of a region that returns exactly its outputs."""
     return tuple(View(place, None, None, False) for place in range(count))
 
@@ -179,10 +179,10 @@ def analysis_for(
             if joint.layout == asked.cotangents:
                 return dataclasses.replace(analysis, joint=joint), saved
     again = analyze(trace()[0])
-    return again, _found_again(analysis, again, saved)
+    return again, _locate_saved(analysis, again, saved)
 
 
-def _found_again(
+def _locate_saved(
     first: Analysis, again: Analysis, saved: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Finds the saved values of one trace in another; refuses one whose forward differs."""
@@ -209,7 +209,7 @@ unpack_dual: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpa
 _make_dual: Callable[[Tensor, Tensor], Tensor] = forward_ad.make_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def unpacked(tensors: Sequence[Tensor]) -> list[forward_ad.UnpackedDualTensor]:
+def unpack_duals(tensors: Sequence[Tensor]) -> list[forward_ad.UnpackedDualTensor]:
     """The primals and tangents of the innermost level."""
     with isolation.without_inference_mode():
         return [unpack_dual(tensor) for tensor in tensors]
@@ -246,7 +246,7 @@ def tangent_metas(
     ]
 
 
-def push(
+def pushed_forward(
     forward: Forward, tangents: Forward, views: Sequence[View], num_operands: int
 ) -> Forward:
     """The forward that takes tangents last, and returns tangents after its outputs.
@@ -291,7 +291,7 @@ def push(
         flows=_flows(forward, tangents),
         untracked=(*forward.untracked, *(count + k for k in tangents.untracked)),
         placements=_placements(forward, tangents),
-        views=(*outputs_alone(count), *map(shifted, views)),
+        views=(*identity_views(count), *map(shifted, views)),
     )
 
 

@@ -74,7 +74,7 @@ class Results(NamedTuple):
 
 
 @final
-class Count:
+class CallCounter:
     """Numbers calls; a call in which ranks turn out to differ gets no number.
 
     All ranks raise in such a call, so their numbers stay equal.
@@ -101,8 +101,8 @@ class Calls:
     """Numbers the calls of a function in which something was stored, over all its traces."""
 
     def __init__(self) -> None:
-        self.inputs = Count()  # those in which inputs were
-        self.saved = Count()  # those in which saved values were
+        self.inputs = CallCounter()  # those in which inputs were
+        self.saved = CallCounter()  # those in which saved values were
         # Whether all cotangents were laid out as the function's outputs; None before its
         # first backward.
         self.are_like_outputs: bool | None = None
@@ -133,7 +133,7 @@ class Forward:
     #: The dimensions that vmap added to each saved value; empty if none.
     mapped: tuple[tuple[int, ...], ...] = ()
     #: Numbers the runs that store something.
-    calls: Count = dataclasses.field(default_factory=Count)
+    calls: CallCounter = dataclasses.field(default_factory=CallCounter)
     #: How each output and mutation is spread, as a DTensor; None where none is, nor any
     #: operand. The program itself computes with the parts of this rank.
     placements: tuple[Any, ...] | None = None

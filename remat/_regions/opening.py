@@ -91,10 +91,10 @@ def reads_constants(
     found = cut(stages.analysis, frozenset(constant), joint.gradients)
     graph = backward_graph(joint, found, constant, joint.gradients)
     program = function.of_program(graph)
-    return any(_is_read(program, roots, graph, k) for k in range(len(constant)))
+    return any(_has_derivative(program, roots, graph, k) for k in range(len(constant)))
 
 
-def _is_read(program: Function, roots: Roots, graph: Graph, place: int) -> bool:
+def _has_derivative(program: Function, roots: Roots, graph: Graph, place: int) -> bool:
     """Whether what a program returns has a derivative by the operand at a place.
 
     Where it is no number of its own to an operator, as the mean is to the backward of a

@@ -31,7 +31,7 @@ def note(error: RuntimeError, phase: str, call: Call, nodes: Iterable[Any]) -> N
     # On an accelerator, or the CPU.
     is_found = isinstance(error, torch.OutOfMemoryError)
     if (is_found or "can't allocate memory" in str(error)) and not is_noted:
-        error.add_note(_shortage_text(phase, call, _values(nodes)))
+        error.add_note(_shortage_text(phase, call, _held_values(nodes)))
 
 
 def name_of(function: Any) -> str:
@@ -70,7 +70,7 @@ def _shortage_text(phase: str, call: Call, values: Iterable[_Held]) -> str:
     return "\n".join(lines)
 
 
-def _values(nodes: Iterable[Any]) -> Iterator[_Held]:
+def _held_values(nodes: Iterable[Any]) -> Iterator[_Held]:
     """What the calls of regions below these nodes hold, each storage once."""
     seen: set[int] = set()
     for node in autograd.nodes_behind([*nodes]):

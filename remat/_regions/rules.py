@@ -20,7 +20,7 @@ from torch import Tensor
 from remat._errors import refusal
 from remat._graph.meta import TensorMeta, layout_of
 from remat._regions import out_of_memory, prefetch
-from remat._regions.derived_forwards import dual, primal_of, unpack_dual, unpacked
+from remat._regions.derived_forwards import dual, primal_of, unpack_dual, unpack_duals
 from remat._regions.forwards import FastPath, Followed, Results, latest, make_views
 from remat._regions.functions import Batch
 from remat._regions.opening import opened_for
@@ -119,13 +119,13 @@ def _run_opened(call: Call, opened: Opened, tensors: Sequence[Tensor]) -> Result
     below = below._replace(is_borrowing=True)
     if count is None:
         return run(below, tensors, save=False)
-    found = _present(bind(below, tensors))
+    found = _not_none(bind(below, tensors))
     return Results(found[:count], saved=found[count:])
 
 
 def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     is_differentiated = _is_differentiated(call, tensors)
-    pairs = unpacked(tensors) if dual_level_is_active() else []
+    pairs = unpack_duals(tensors) if dual_level_is_active() else []
     is_pushed = any(pair.tangent is not None for pair in pairs)
     tangents = [pair.tangent for pair in pairs]
     if is_differentiated or is_pushed:
@@ -167,8 +167,8 @@ def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
                 store_inputs(operands, call.region.inputs, number)
         recording.operands = tensors[skip:]
         if call.region.runs_first and not dual_level_is_active():
-            operands = recording.run_ahead(operands)
-        return recording.redeem(_apply_plainly(recording, *operands))
+            operands = recording.run_and_detach(operands)
+        return recording.with_gradients(_apply_plainly(recording, *operands))
     return call.region.forward(call.roots, save)(tensors, call.numerics)
 
 
@@ -197,7 +197,7 @@ def _run_under_grad(
         single: Any = _LevelFunction
         with levels.enable_single_level():
             outputs = single.apply(recording, *operands)
-        return recording.redeem(outputs)
+        return recording.with_gradients(outputs)
     below = [levels.unwrap_at(tensor, level) for tensor in operands]
     with levels.lowered(interpreter):
         results = run(call, [*leading, *below], save)
@@ -260,8 +260,8 @@ def _primal_and_tangents(
         returned = returned_by(below, results.outputs, tensors)
     count = len(returned) - len(pushed.moved)
     flows = results.flows and results.flows[:count]
-    results = results._replace(outputs=_present(returned[:count]), flows=flows)
-    return results, dict(zip(pushed.moved, _present(returned[count:]), strict=True))
+    results = results._replace(outputs=_not_none(returned[:count]), flows=flows)
+    return results, dict(zip(pushed.moved, _not_none(returned[count:]), strict=True))
 
 
 def _primal_then_tangents(
@@ -309,7 +309,7 @@ def _run_under_vmap(
         below = call.of(batched.region)
         if region.keeps and not save:
             outputs, mutations = bind_all(below, physical)
-            results = Results(_present(outputs), mutations)
+            results = Results(_not_none(outputs), mutations)
         else:
             results = run(below, physical, save)
     dims = [0] * len(results.flat) if batched.dims is None else batched.dims
@@ -317,7 +317,7 @@ def _run_under_vmap(
     return Results.of(results.shape, wrapped, results.flows)
 
 
-def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+def _not_none(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -349,7 +349,7 @@ class _Recording:
                 self.results = run(self.call, [*self.leading, *below], save=True)
         return self.results
 
-    def run_ahead(self, operands: Sequence[Tensor]) -> list[Tensor]:
+    def run_and_detach(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """Runs the forward, and detaches the operands that no output depends on.
 
         An edge of autograd to such an operand would delay the hooks that wait until its
@@ -364,7 +364,7 @@ class _Recording:
             for operand, each in zip(operands, reached, strict=True)
         ]
 
-    def redeem(self, outputs: Sequence[Tensor]) -> Results:
+    def with_gradients(self, outputs: Sequence[Tensor]) -> Results:
         """The results of the forward, with outputs that carry gradients."""
         assert self.results is not None
         return Results(outputs, *self.results[1:])
@@ -523,10 +523,10 @@ def _gradients_fast(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None
             return by_operand(wanted, found) if False in wanted[1:] else (None, *found)
     ctx.is_first_order, ctx.num_states = ctx.call.is_first_order, fast_path.num_states
     ctx.level, ctx.versions = 0, ()  # autograd itself finds changed tensors here
-    return gradients_looked_up(ctx, cotangents)
+    return look_up_gradients(ctx, cotangents)
 
 
-def gradients_looked_up(
+def look_up_gradients(
     ctx: Any, cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """The gradients by a backward unlike all before; it is remembered for the next one."""

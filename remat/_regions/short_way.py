@@ -19,7 +19,7 @@ from remat._regions import out_of_memory
 from remat._regions.forwards import FastPath, Followed, Mapped, latest, make_views
 from remat._regions.functions import Batch
 from remat._regions.protocol import Call
-from remat._regions.rules import gradients_looked_up
+from remat._regions.rules import look_up_gradients
 from remat._regions.run_backward import by_operand
 from remat._torch import autograd, dynamo, guards, levels
 
@@ -135,14 +135,14 @@ def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...
                 and known.wanted == wanted
                 and known.same_thread()
             ):
-                gradients = _again(ctx, known, cotangents, found)
+                gradients = _repeat_backward(ctx, known, cotangents, found)
                 if gradients is None:
                     break
                 return by_operand(wanted, gradients)
-    return gradients_looked_up(ctx, cotangents)
+    return look_up_gradients(ctx, cotangents)
 
 
-def _again(
+def _repeat_backward(
     ctx: Any,
     known: Followed,
     cotangents: Sequence[Any],

@@ -30,14 +30,14 @@ from remat._partition.cut import forward_graph
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.derived_forwards import (
-    Kept,
+    Saved,
     analysis_for,
-    are_outputs,
-    backward_given,
-    mapped_given,
+    are_identity_views,
+    backward_forward,
+    mapped_forward,
     mapped_in_parts,
     moved_outputs,
-    push,
+    pushed_forward,
     require_parts,
     state_metas,
     tangent_metas,
@@ -160,7 +160,7 @@ class TracedRegion:
             self.num_leading, self.num_draws = 0, len(outline.states)
             self.placements = placements_of(outline, self.operands)
             self.chosen, self.every_view = outline.chosen, outline.views
-        self.views = None if are_outputs(self.every_view) else self.every_view
+        self.views = None if are_identity_views(self.every_view) else self.every_view
         self.is_open = any(map(is_open, self.operands))
         self.derived: dict[Hashable, Any] = {}
 
@@ -353,8 +353,8 @@ class TracedRegion:
             ),
         )
         storages = self.stages(roots).storages or (Keep(),) * len(saved)
-        kept = Kept(analysis, saved, storages, self.verify)
-        given = backward_given(self.function, self.operands, kept, asked)
+        kept = Saved(analysis, saved, storages, self.verify)
+        given = backward_forward(self.function, self.operands, kept, asked)
         return given, state_metas(analysis)
 
     def _states_after(self, num_states: int) -> tuple[int, ...]:
@@ -405,7 +405,9 @@ class TracedRegion:
             forward = self.forward(roots, save)
             below = self.jvp(roots, has_tangent, forward.shape[3])[0]
             tangents = below.forward(roots, save=False)
-            origin = push(forward, tangents, below.every_view, len(self.operands))
+            origin = pushed_forward(
+                forward, tangents, below.every_view, len(self.operands)
+            )
         else:
             strict = self.is_opened
             origin = function.outline(roots, operands, self.states, strict=strict)
@@ -421,7 +423,7 @@ class TracedRegion:
             return self._batched_below(roots, batch)
         forward = self.forward(roots, save)
         skip = forward.num_leading
-        given, dims = mapped_given(forward, batch)
+        given, dims = mapped_forward(forward, batch)
         function = self._mapped(self.chosen, batch, skip, are_apart=True)
         return Batched(self._derived(function, batch.metas[skip:], given), dims)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from remat import policies, remat
-from remat._programs.barriers import HOLD, held_back
+from remat._programs.barriers import HOLD, with_barriers
 from remat._programs.program import Program
 from tests.support import assert_bitwise, seeded
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.contract
 def programs(region: Any, *args: Tensor) -> tuple[Program, Program, Program]:
     """Forward, backward, and the backward for a compiler."""
     forward, backward = region.programs(*args)
-    held = held_back(backward.graph, backward.num_saved, backward.num_cotangents)
+    held = with_barriers(backward.graph, backward.num_saved, backward.num_cotangents)
     return forward, backward, Program(held, "held")
 
 

@@ -10,7 +10,7 @@ from torch.func import grad, jvp, vmap
 from remat import SavedTensorModifiedError, checkpoint_name, random, remat
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Ref, Value
-from remat._programs.interpreted import function_of, overhead_dominates
+from remat._programs.interpreted import interpreted_function, overhead_dominates
 from remat._torch import modes, tensors
 from tests.functions import FUNCTIONS
 from tests.inspection import inputs_of, programs
@@ -53,7 +53,7 @@ def test_the_interpreter_runs_what_python_runs(function):
     """The same operators in the same order, and the same bits."""
     for program in programs(function.fun, *function.make_args()):
         graph = program.graph
-        run = function_of(graph)
+        run = interpreted_function(graph)
         if run is None:
             continue
         expected = heard(program._compiled(graph), inputs_of(program))
@@ -76,7 +76,7 @@ def block(x, weight, norm):
 def test_a_transformer_block_is_run_there():
     """What the interpreter is for, it takes: both programs."""
     for program in programs(block, rand(2, 8, 16), rand(16, 48), rand(16)):
-        assert function_of(program.graph) is not None
+        assert interpreted_function(program.graph) is not None
 
 
 def waves(x):
@@ -130,7 +130,7 @@ LITERALS = {
 def test_literals_arrive_as_they_are_written(op, args, kwargs):
     """Every kind of literal that the schemas of operators know."""
     x = rand(2, 3, 4, 5)
-    run = function_of(one_step(op, Ref(0), *args, inputs=[x], **kwargs))
+    run = interpreted_function(one_step(op, Ref(0), *args, inputs=[x], **kwargs))
 
     assert run is not None
     (found,) = run([x])
@@ -146,7 +146,7 @@ def test_a_constant_is_handed_in():
     fun = lambda x: (x * half).sin()  # noqa: E731 - a region needs no name here
     (forward, _) = programs(fun, rand(3))
 
-    assert function_of(forward.graph) is not None
+    assert interpreted_function(forward.graph) is not None
     torch.testing.assert_close(remat(fun)(rand(3)), fun(rand(3)), rtol=0, atol=0)
 
 
@@ -164,7 +164,7 @@ def test_what_the_interpreter_does_not_take(fun, x):
     """It sets no generator, and is no place for Python."""
     (program, _) = programs(fun, x)
 
-    assert function_of(program.graph) is None
+    assert interpreted_function(program.graph) is None
 
 
 def test_an_error_is_the_operators_own():
@@ -189,7 +189,7 @@ def test_an_error_is_the_operators_own():
 def test_the_switch_of_the_interpreter_is_put_back():
     """Programs run as written; the user's own scripted functions are optimized as ever."""
     (_, backward) = programs(block, rand(2, 8, 16), rand(16, 48), rand(16))
-    run = function_of(backward.graph)
+    run = interpreted_function(backward.graph)
     assert run is not None
     before = torch._C._get_graph_executor_optimize()
 
@@ -206,7 +206,7 @@ def test_each_value_is_let_go_after_its_last_use():
 
     peaks = []
     (program, _) = programs(steps, *[rand(100)] * 3)
-    for run in (function_of(program.graph), program._compiled(program.graph)):
+    for run in (interpreted_function(program.graph), program._compiled(program.graph)):
         assert run is not None
         with LiveBytes() as live, modes.below_autograd():
             given = [rand(100).add(place) for place in range(3)]
@@ -221,7 +221,7 @@ def test_a_literal_of_no_schema_is_left_to_python():
     """The overload that the interpreter would take must be the one of the graph."""
     graph = one_step(ATEN.add.Tensor, Ref(0), 1, inputs=[rand(3)])
 
-    assert function_of(graph) is None
+    assert interpreted_function(graph) is None
 
 
 def rows(x, weight):
@@ -260,7 +260,7 @@ def test_threads_share_an_interpreted_program():
     (_, backward) = region.programs(
         inputs[0].clone().requires_grad_(), weight.clone().requires_grad_()
     )
-    assert function_of(backward.graph) is not None
+    assert interpreted_function(backward.graph) is not None
     assert overhead_dominates(backward.graph, fewest_steps=32)
     for place, each in enumerate(expected):
         for got in found[place]:

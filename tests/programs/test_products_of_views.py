@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from remat import remat
 from remat._graph.operators import short_name
-from remat._programs.bindings import bindings_of, fold
+from remat._programs.bindings import bindings_of, fold_products
 from remat._torch.tensors import same_bits
 from tests.functions import FUNCTIONS
 from tests.inspection import inputs_of, programs
@@ -45,7 +45,7 @@ def test_a_stack_times_a_matrix_is_one_call(fun, x, w):
     """View, mm and view become `matmul`; the bits and the strides stay."""
     (forward, backward) = programs(fun, rand(*x), rand(*w))
 
-    folded = calls(fold(forward.graph))
+    folded = calls(fold_products(forward.graph))
     assert "aten.matmul" in folded
     assert len(folded) == len(forward.operators) - 2
     for program in (forward, backward):
@@ -91,7 +91,7 @@ def test_a_view_into_other_shapes_stays(shape):
     fun = lambda x, w: (x.view(2, 12) @ w).view(2, 1, 5)  # noqa: E731
     (forward, _) = programs(fun, rand(*shape), rand(12, 5))
 
-    assert calls(fold(forward.graph)) == calls(forward.graph)
+    assert calls(fold_products(forward.graph)) == calls(forward.graph)
 
 
 def test_what_somebody_else_reads_stays():
@@ -103,8 +103,8 @@ def test_what_somebody_else_reads_stays():
 
     graph = programs(both, rand(2, 3, 4), rand(4, 5))[0].graph
 
-    assert calls(fold(graph)).count("aten.mm") == 1
-    assert "aten.matmul" not in calls(fold(graph))
+    assert calls(fold_products(graph)).count("aten.mm") == 1
+    assert "aten.matmul" not in calls(fold_products(graph))
 
 
 def test_what_others_read_flat_is_multiplied_flat():
@@ -116,7 +116,7 @@ def test_what_others_read_flat_is_multiplied_flat():
 
     graph = programs(twice, rand(2, 3, 4), rand(4, 5), rand(6, 2))[0].graph
 
-    found = calls(fold(graph))
+    found = calls(fold_products(graph))
     assert found == calls(graph)
     assert found.count("aten.view") == 2
 
@@ -133,6 +133,8 @@ def test_who_listens_hears_single_operators():
 
 def test_such_a_call_is_bound_too():
     """It is `torch.matmul` itself: an overload would parse its arguments by the schema."""
-    graph = fold(programs(lambda x, w: x @ w, rand(2, 3, 4), rand(4, 5))[0].graph)
+    graph = fold_products(
+        programs(lambda x, w: x @ w, rand(2, 3, 4), rand(4, 5))[0].graph
+    )
 
     assert list(bindings_of(graph).values()) == [torch.matmul]

@@ -14,7 +14,7 @@ from remat import policies, remat
 from remat._graph.values import Graph, Ref, Value
 from remat._programs import interpreted, overwriting
 from remat._programs.bindings import bindings_of
-from remat._programs.overwriting import reusing
+from remat._programs.overwriting import with_overwriting
 from remat._torch import schemas, tensors, trees
 from tests.benchmarks.memory import allocated
 from tests.functions import FUNCTIONS
@@ -48,7 +48,7 @@ def written(program: Any) -> list[str]:
     graph = program.graph
     return [
         str(new.op)
-        for old, new in zip(graph.values, reusing(graph).values, strict=True)
+        for old, new in zip(graph.values, with_overwriting(graph).values, strict=True)
         if new is not old
     ]
 
@@ -380,6 +380,6 @@ def test_small_tensors_are_left_alone() -> None:
 @pytest.mark.usefixtures("any_size")
 def test_what_is_written_over_is_bound_too() -> None:
     """The call is the same function in C, with one more argument."""
-    graph = reusing(programs(chained, seeded(8, 8))[0].graph)
+    graph = with_overwriting(programs(chained, seeded(8, 8))[0].graph)
 
     assert list(bindings_of(graph).values()) == [torch.sin, torch.cos, torch.tanh]
