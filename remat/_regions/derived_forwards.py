@@ -4,8 +4,6 @@ These are pure functions of what the original region has found: its joint graph,
 values, its forward. `_regions.traced` says which derived regions get them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -69,15 +67,16 @@ def backward_forward(
     pairs = zip(kept.saved, kept.storages, strict=True)
     exact = [Ref(index) if storage.is_exact else None for index, storage in pairs]
     origins = _recomputing(kept, exact, is_cut=False) if any(exact) else None
-    labels = [label(joint.graph, index) for index in kept.saved]
+    verify = None
+    if kept.verify and origins is not None:
+        labels = [label(joint.graph, index) for index in kept.saved]
+        verify = verification(origins, labels)
     return Forward(
         program,
         (len(unique.outputs), 0, 0, 0),
         function.numerics,
         count,
-        verification=(
-            verification(origins, labels) if kept.verify and origins else None
-        ),
+        verification=verify,
         placements=spread if is_spread else None,
         views=views,
         origins=origins,
@@ -247,15 +246,17 @@ def tangent_metas(
 
 
 def pushed_forward(
-    forward: Forward, tangents: Forward, views: Sequence[View], num_operands: int
+    forward: Forward, tangents: Forward, views: Sequence[View]
 ) -> Forward:
     """The forward that takes tangents last, and returns tangents after its outputs.
 
-    What both programs compute is computed once (see `_graph.merging`). `tangents` takes operands,
-    generator states and tangents, and returns that of which `views` make the outputs' tangents.
+    Outputs, and what is saved, are the forward's to the last bit; what both programs compute
+    is computed once (see `_graph.merging`). `tangents` takes operands, generator states and
+    tangents, and returns that of which `views` make the tangents of the outputs.
     """
     program, (count, *_, num_states) = forward.program, forward.shape
     firsts, skip = program.graph.outputs, forward.num_leading
+    num_operands = program.graph.num_inputs - skip
     second, num_added = tangents.program.graph, tangents.shape[0]
     # Without new values of buffers, which the region's forward makes.
     second = dataclasses.replace(second, outputs=second.outputs[:num_added])

@@ -103,8 +103,7 @@ class Calls:
     def __init__(self) -> None:
         self.inputs = CallCounter()  # those in which inputs were
         self.saved = CallCounter()  # those in which saved values were
-        # Whether all cotangents were laid out as the function's outputs; None before its
-        # first backward.
+        # Whether all cotangents were laid out like the outputs; None before any backward.
         self.are_like_outputs: bool | None = None
 
     def note(self, is_like_outputs: bool) -> None:
@@ -137,8 +136,7 @@ class Forward:
     #: How each output and mutation is spread, as a DTensor; None where none is, nor any
     #: operand. The program itself computes with the parts of this rank.
     placements: tuple[Any, ...] | None = None
-    #: If it was made from another region's program: how each tensor that the derived region
-    #: returns is made from outputs and operands.
+    #: If made from another's program: how what is returned is made of outputs and operands.
     views: tuple[View, ...] = ()
     #: A program that computes the leading tensors from the operands; None if there is none.
     origins: Graph | None = None
@@ -188,20 +186,16 @@ class Forward:
                 found[index] = autograd.untracked_alias(found[index])
             if placement is not None:
                 found[index] = dtensor.in_place_of(found[index], placement)
-        if self.storages:
-            with self.calls.next() as call:
-                self._store(found, call)
-        return found
-
-    def _store(self, found: list[Tensor], call: int) -> None:
-        """Replaces the saved values by their stored forms."""
+        if not self.storages:
+            return found
         first = self.shape[0] + self.shape[1]
-        for place, storage in enumerate(self.storages):
-            added = self.mapped[place] if self.mapped else ()
-            where = Place(
-                place, call, mapped=added, may_differ=self.placements is not None
-            )
-            found[first + place] = wait(found[first + place], storage, where)
+        with self.calls.next() as call:
+            for place, storage in enumerate(self.storages):
+                added = self.mapped[place] if self.mapped else ()
+                is_part = self.placements is not None
+                where = Place(place, call, mapped=added, may_differ=is_part)
+                found[first + place] = wait(found[first + place], storage, where)
+        return found
 
 
 def placements_of(
@@ -220,25 +214,21 @@ def make_views(
     operands: Sequence[Tensor] | Mapping[int, Tensor],
 ) -> list[Tensor | None]:
     """What is returned, each from the tensor that it is or shares its storage with."""
-    return [_make_view(view, outputs, operands) for view in views]
-
-
-def _make_view(
-    view: View,
-    outputs: Sequence[Tensor],
-    operands: Sequence[Tensor] | Mapping[int, Tensor],
-) -> Tensor | None:
-    if view.output is not None:
-        tensor = outputs[view.output]
-    elif view.operand is not None:
-        tensor = resume_differentiably(operands[view.operand])
-    else:
-        return None
-    if view.is_cut or (view.is_detached and tensor.requires_grad):
-        tensor = tensor.detach()
-    if view.path is not None:
-        (tensor,) = _view_program(view.path).consume_with_gradient([tensor])
-    return tensor
+    made: list[Tensor | None] = []
+    for view in views:
+        if view.output is not None:
+            tensor = outputs[view.output]
+        elif view.operand is not None:
+            tensor = resume_differentiably(operands[view.operand])
+        else:
+            made.append(None)
+            continue
+        if view.is_cut or (view.is_detached and tensor.requires_grad):
+            tensor = tensor.detach()
+        if view.path is not None:
+            (tensor,) = _view_program(view.path).consume_with_gradient([tensor])
+        made.append(tensor)
+    return made
 
 
 @functools.lru_cache(maxsize=1024)

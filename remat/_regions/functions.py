@@ -44,8 +44,7 @@ class Function:
     numerics: Numerics  # the switches under which the forward runs
     #: What compiles its programs, and those of its derivatives.
     backend: str | None = None
-    #: Where those of its traces are kept that hold for other sizes; None if sizes do not
-    #: vary.
+    #: Where its traces that hold for other sizes are kept; None if sizes do not vary.
     templates: Templates | None = None
     #: How it was derived, which tells its templates from those of others.
     key: tuple[Hashable, ...] = ()

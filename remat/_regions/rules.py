@@ -138,21 +138,12 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     if not is_differentiated:
         return _with_duals(*_primal_and_tangents(call, primals, tangents, save))
     results = _run_quietly(call, tensors, save)
-    return _with_all_tangents(call, results, primals, tangents)
-
-
-def _with_all_tangents(
-    call: Call,
-    results: Results,
-    primals: Sequence[Tensor],
-    tangents: Sequence[Tensor | None],
-) -> Results:
-    """The results with tangents of outputs without a gradient, which a `Function` leaves out."""
-    if results.flows is None or all(results.flows):
+    flows = results.flows
+    if flows is None or all(flows):
         return results
+    # `autograd.Function` gives no tangents to outputs without a gradient, such as `x.detach()`.
     with torch.no_grad():
         _, moved = _primal_and_tangents(call, primals, tangents, save=False)
-    flows = results.flows
     return _with_duals(results, {k: moved[k] for k in moved if not flows[k]})
 
 
@@ -247,7 +238,16 @@ def _primal_and_tangents(
     given = [tangent for tangent in tangents[skip:] if tangent is not None]
     pushed = region.pushed(call.roots, has_tangent, save)
     if pushed is None:
-        return _primal_then_tangents(call, primals, (has_tangent, given), save)
+        # The region cannot compute outputs and tangents in one run.
+        results = run(call, primals, save)
+        derived, _ = region.jvp(call.roots, has_tangent, 0)
+        found = bind(call.of(derived), [*primals[skip:], *given])
+        pairs = enumerate(zip(results.outputs, found, strict=False))
+        return results, {
+            index: tangent
+            for index, (each, tangent) in pairs
+            if tangent is not None and (each.is_floating_point() or each.is_complex())
+        }
     if not pushed.moved:
         # The function returns views of operands alone, which carry their own tangents.
         return run(call, primals, save), {}
@@ -262,26 +262,6 @@ def _primal_and_tangents(
     flows = results.flows and results.flows[:count]
     results = results._replace(outputs=_not_none(returned[:count]), flows=flows)
     return results, dict(zip(pushed.moved, _not_none(returned[count:]), strict=True))
-
-
-def _primal_then_tangents(
-    call: Call,
-    primals: Sequence[Tensor],
-    moving: tuple[tuple[bool, ...], Sequence[Tensor]],
-    save: bool,
-) -> tuple[Results, dict[int, Tensor]]:
-    """The same for a region that cannot compute outputs and tangents in one run."""
-    has_tangent, given = moving
-    results = run(call, primals, save)
-    derived, _ = call.region.jvp(call.roots, has_tangent, 0)
-    operands = primals[call.region.num_leading :]
-    found = bind(call.of(derived), [*operands, *given])
-    pairs = enumerate(zip(results.outputs, found, strict=False))
-    return results, {
-        index: tangent
-        for index, (each, tangent) in pairs
-        if tangent is not None and (each.is_floating_point() or each.is_complex())
-    }
 
 
 def _run_under_vmap(
@@ -303,7 +283,7 @@ def _run_under_vmap(
         if all(dim is None for dim in dims) and not draws_apart:
             return run(call, physical, save)
         pairs = zip(physical, map(levels.requires_grad_anywhere, physical), strict=True)
-        metas = tuple(TensorMeta.of_whole(each, requires_grad=k) for each, k in pairs)
+        metas = tuple(TensorMeta.of_whole(t, requires_grad=wants) for t, wants in pairs)
         batch = Batch(interpreter.batch_size(), randomness, dims, metas)
         batched = region.batched(roots, batch, save)
         below = call.of(batched.region)
@@ -471,7 +451,7 @@ def _jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ..
         found = bind(call.of(derived), [*primals, *states, *given])
     places = range(len(flows)) if moved is None else moved
     for place, tangent in zip(places, found, strict=True):
-        outputs[place] = tangent if flows[place] else None  # see `_with_all_tangents`
+        outputs[place] = tangent if flows[place] else None  # see `_run_plainly`
     return tuple(outputs)
 
 

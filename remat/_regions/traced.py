@@ -127,8 +127,7 @@ class TracedRegion:
     )
     #: Numbers the calls of the function; those of its derivatives too.
     calls: Calls = dataclasses.field(default_factory=Calls)
-    #: The forward's program, if a call under the switches that it was derived for is one run
-    #: of it; else None.
+    #: The forward's program, if a call under the switches of its derivation is one run of it.
     program: Program | None = None
     #: The region whose program its forward was made from; None if none was.
     made_from: TracedRegion | None = None
@@ -308,9 +307,9 @@ class TracedRegion:
         function = self.function.derive(lambda f: pullback(f, pull), "vjp", pull)
         operands = (*self.operands, *states, *cotangents)
         program, num_states = forward.program if is_alone else None, asked.num_states
-        return self._derived(function, operands, forward, num_states, program=program)
+        return self._derive(function, operands, forward, num_states, program=program)
 
-    def _derived(
+    def _derive(
         self,
         function: Function,
         operands: tuple[TensorMeta, ...],
@@ -405,14 +404,12 @@ class TracedRegion:
             forward = self.forward(roots, save)
             below = self.jvp(roots, has_tangent, forward.shape[3])[0]
             tangents = below.forward(roots, save=False)
-            origin = pushed_forward(
-                forward, tangents, below.every_view, len(self.operands)
-            )
+            origin = pushed_forward(forward, tangents, below.every_view)
         else:
             strict = self.is_opened
             origin = function.outline(roots, operands, self.states, strict=strict)
         verify = self.verify and not is_given
-        return Pushed(self._derived(function, operands, origin, verify=verify), moved)
+        return Pushed(self._derive(function, operands, origin, verify=verify), moved)
 
     @_once
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
@@ -425,7 +422,7 @@ class TracedRegion:
         skip = forward.num_leading
         given, dims = mapped_forward(forward, batch)
         function = self._mapped(self.chosen, batch, skip, are_apart=True)
-        return Batched(self._derived(function, batch.metas[skip:], given), dims)
+        return Batched(self._derive(function, batch.metas[skip:], given), dims)
 
     def _batched_below(self, roots: Roots, batch: Batch) -> Batched:
         """Where reverse mode is taken below the map: the policy sees batched values."""
@@ -433,7 +430,7 @@ class TracedRegion:
         unmapped = unmapped_outputs(graph, len(self.chosen), batch.dims)
         function = self._mapped(self.chosen, batch, 0, unmapped=unmapped)
         joints = function.outline(roots, batch.metas, self.states)
-        region = self._derived(function, batch.metas, joints)
+        region = self._derive(function, batch.metas, joints)
         written = [operand for operand, _ in joints[0].mutations]
         dims = [None if k in unmapped else 0 for k in range(len(self.chosen))]
         return Batched(region, (*dims, *(batch.dims[operand] for operand in written)))

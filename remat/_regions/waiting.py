@@ -29,8 +29,7 @@ class Waiting(Tensor):
     """A tensor without data that stands for a stored value."""
 
     stored: Stored  # what waits
-    #: The dimensions, the one of the largest stride first, in which the value was
-    #: contiguous; None if there is no such order.
+    #: The dimensions by falling stride, in which the value was contiguous; None if it was not.
     stride_order: tuple[int, ...] | None
     #: Of a DTensor, what stands for this rank's part, and how it is spread.
     part: tuple[Waiting, Any] | None
@@ -134,26 +133,19 @@ def wait(
             return value
         return Waiting.of(value, part.stored, None, (part, spread))
     dense, place, order = densely(value, place)
-    if order is None:
+    # A subclass may have no memory of its own.
+    if order is None or type(dense) is not Tensor:
         stored = stored_in(storage, dense, place)
     else:
-        stored = _store_once(dense, storage, place, {} if twins is None else twins)
+        twins = {} if twins is None else twins
+        key = (storage, place.spread, dense.data_ptr(), dense.numel(), dense.dtype)
+        stored = twins.get(key)
+        if stored is None:
+            stored = twins[key] = stored_in(storage, dense, place)
     waiting = stored.tensors
     if len(waiting) == 1 and storage_key(waiting[0]) == storage_key(value):
         return value
     return Waiting.of(value, stored, order)
-
-
-def _store_once(
-    dense: Tensor, storage: AbstractStorage, place: Place, twins: Twins
-) -> Stored:
-    if type(dense) is not Tensor:  # a subclass may have no memory of its own
-        return stored_in(storage, dense, place)
-    key = (storage, place.spread, dense.data_ptr(), dense.numel(), dense.dtype)
-    stored = twins.get(key)
-    if stored is None:
-        stored = twins[key] = stored_in(storage, dense, place)
-    return stored
 
 
 def resumed(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
