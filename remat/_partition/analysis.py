@@ -102,8 +102,7 @@ class Analysis:
 
     @functools.cached_property
     def _varies(self) -> list[bool]:
-        # Constants made inside are recomputed: they depend on no input. So are keyed
-        # draws, which depend on a key alone.
+        # Constants, which depend on no input, and draws from keys alone are recomputed.
         found: list[bool] = []
         for value in self.joint.graph.values:
             varies = value.op is None or operators.draws(value)

@@ -8,11 +8,8 @@ from typing import Any
 import torch
 
 _CGROUPS = (  # limit and use: the second version's names, then the first's
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 
 
@@ -37,8 +34,8 @@ def limits(root: Path) -> Iterator[int]:
         for line in available.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 yield int(line.split()[1]) * 1024
-    for limit, used in _CGROUPS:
-        most, taken = root / limit.lstrip("/"), root / used.lstrip("/")
+    for names in _CGROUPS:
+        most, taken = (root / "sys/fs/cgroup" / name for name in names)
         if most.exists() and taken.exists() and most.read_text().strip() != "max":
             yield max(0, int(most.read_text()) - int(taken.read_text()))
     space, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -24,8 +24,7 @@ from remat.storage import AbstractStorage
 class Stages:
     """What became of a function, stage by stage, from its trace to its cut."""
 
-    #: Its joint graphs: for cotangents laid out like the outputs, then for other usual
-    #: layouts.
+    #: Its joint graphs: for cotangents laid out like the outputs, then for other layouts.
     joints: tuple[Joint, ...]
     analysis: Analysis  # the first of these, with its classes of equal values
     decisions: Decisions  # which classes may be saved, and how

@@ -11,6 +11,7 @@ mode listens for single operators, `aten.matmul` runs the same three from C. It 
 rehearsal multiplies matrices of the same layouts and makes nothing else but views.
 """
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
@@ -87,19 +88,17 @@ class _FirstOperator(modes.DispatchMode):
         raise _EndOfRehearsalError
 
 
+# How a rehearsal ends; after the last four nothing is heard of what does not take the arguments.
+_ENDS = (_EndOfRehearsalError, TypeError, ValueError, RuntimeError, IndexError)
+
+
 def _rehearse(
     binding: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Heard | None:
     listener = _FirstOperator()
-    try:
-        with listener, modes.below_autograd():
-            binding(*args, **kwargs)
-    except _EndOfRehearsalError:
-        return listener.heard
-    except (TypeError, ValueError, RuntimeError, IndexError):
-        # The binding does not take these arguments.
-        return None
-    return None
+    with contextlib.suppress(*_ENDS), listener, modes.below_autograd():
+        binding(*args, **kwargs)
+    return listener.heard
 
 
 def _same_arguments(first: Any, second: Any) -> bool:

@@ -193,9 +193,8 @@ def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
     is_recorded = torch.is_grad_enabled() and any(
         levels.requires_grad_anywhere(each) for each in args if isinstance(each, Tensor)
     )
-    if not is_recorded and not dual_level_is_active():
-        return run(*args, **kwargs)
-    parts = schemas.made_of_others(op)
+    is_followed = is_recorded or dual_level_is_active()
+    parts = schemas.made_of_others(op) if is_followed else None
     if parts is None:
         return run(*args, **kwargs)
     made: Any = parts(*args, **kwargs)

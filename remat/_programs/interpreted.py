@@ -7,8 +7,6 @@ only for operators that do not raise whatever the numbers are, and not for large
 which memory may run out.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

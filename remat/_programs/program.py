@@ -8,8 +8,6 @@ step before it runs. Inside an outer trace, the graph is interpreted instead, so
 keeps its name and its line there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -88,10 +86,8 @@ class Program:
             outer = current()
             if outer is not None:
                 outer.is_custom |= self.is_custom
-            is_compiling = tracer.is_in_compiler()
-            return interpret(
-                self._with_barriers if is_compiling else self.graph, inputs
-            )
+            in_compiler = tracer.is_in_compiler()
+            return interpret(self._with_barriers if in_compiler else self.graph, inputs)
         watcher = watching.watcher()
         if watcher is None:
             return self._run(inputs)
