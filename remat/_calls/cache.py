@@ -256,8 +256,7 @@ class Cache:
             else:
                 # The list keeps its last entry: another thread may be about to read it.
                 del self.entries[key]
-                kept_routes = [r for r in self.routes if r.entries is not entries]
-                self.routes = kept_routes
+                self.routes = [r for r in self.routes if r.entries is not entries]
         if dropped:
             templates = [entry.template for _, entry in kept[len(dropped) :]]
             for family in self.families.values():

@@ -29,7 +29,7 @@ def with_options(
     why = _why_made_outside(**options)
     if why:
         dynamo.end_graph(why)
-    kind = _graph_kind_of_options(is_of_module(fun), **options)
+    kind = _graph_kind(is_of_module(fun), **options)
     return _made_in_graph(kind, functools.partial(remat, **options), fun)
 
 
@@ -37,7 +37,7 @@ def with_settings(
     decorate: Callable[..., Any], settings: Settings, fun: Any
 ) -> Callable[..., Any]:
     """What `remat(...)`, called outside of the graph, makes of a function in there."""
-    kind = _graph_kind_of_settings(settings, is_of_module(fun))
+    kind = _graph_kind(is_of_module(fun), settings)
     return _made_in_graph(kind, functools.partial(decorate, settings=settings), fun)
 
 
@@ -85,12 +85,10 @@ def _has_its_attributes(value: object) -> bool:
 
 
 @dynamo.constant_for_dynamo
-def _graph_kind_of_options(is_of_module: bool, **options: Any) -> str:
-    return _graph_kind_of_settings(settings_of(**options), is_of_module)
-
-
-@dynamo.constant_for_dynamo
-def _graph_kind_of_settings(settings: Settings, is_of_module: bool) -> str:
+def _graph_kind(
+    is_of_module: bool, settings: Settings | None = None, **options: Any
+) -> str:
+    settings = settings or settings_of(**options)
     rng = settings.rng or ("preserve" if is_of_module else "keys")
     return kind_of(dataclasses.replace(settings, rng=rng), "remat(...)")
 

@@ -56,8 +56,7 @@ class Entry:
     hooked: tuple[tuple[_captures.Step, ...], ...]
     #: The trace with its sizes open; None if it holds for one set of sizes.
     template: Template | None
-    #: How long the trace took, in seconds; None where a trace with open sizes was there
-    #: already.
+    #: Seconds that the trace took; None where one with open sizes was there already.
     trace_s: float | None
     #: The captured tensors of some roots, None if the trace does not hold there.
     gather: Callable[[Roots], tuple[Tensor, ...] | None] = dataclasses.field(

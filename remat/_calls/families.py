@@ -66,11 +66,11 @@ class Family:
             self._is_told = True
             _warn(where, "for a fifth time", _MANY)
         self._fixed |= found
-        # Until a trace has fixed one that varies, all are open.
-        is_any, is_open = bool(self._fixed), self._varied - self._fixed
+        is_open = self._varied - self._fixed
         return tuple(
             tuple(
-                is_any and (place, dim) not in is_open for dim in range(len(meta.shape))
+                bool(self._fixed) and (place, dim) not in is_open
+                for dim in range(len(meta.shape))
             )
             for place, meta in enumerate(now)
         )

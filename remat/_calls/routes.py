@@ -10,8 +10,6 @@ guards. Nothing is hashed. A call that no guard accepts gets a full signature. A
 metadata, static values and types; it keeps no object of the user alive.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -30,8 +28,7 @@ from remat._torch import guards
 _Args = tuple[Any, ...]
 
 # From a function and its (args, kwargs) to the tensors among the leaves, in their order, and
-# the roots: the function, and the leaves that must be looked into. None if it is another
-# call.
+# the roots: the function, and the leaves to be looked into. None if it is another call.
 Guard = Callable[
     [object, _Args, Mapping[str, Any]],
     "tuple[tuple[Tensor, ...], tuple[object, ...]] | None",

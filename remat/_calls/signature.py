@@ -282,8 +282,7 @@ def _with_wrapped_statics(
     positions = {
         index + len(args) if index < 0 else index for index in statics.positions
     }
-    # A parameter that is static by name is also static if it is passed by position, and the
-    # other way round.
+    # A parameter that is static by name is so by position too, and the other way round.
     by_position = {
         parameter.name
         for index, parameter in enumerate(positional_parameters(function))

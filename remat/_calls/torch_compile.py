@@ -12,8 +12,6 @@ some kinds this is known in advance. For the others it turns out when the call i
 Dynamo then traces the frame again, with that knowledge.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import weakref

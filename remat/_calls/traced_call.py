@@ -4,8 +4,6 @@ The walk over what the function reaches, the trace, and the checks of side effec
 together here. An error leaves the user's objects as they were.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import time
