@@ -16,15 +16,10 @@ from torch import fx
 from remat._errors import RematWarning, explain
 
 _TORCHS_MODULES = torch.__path__[0] + "/nn/"
-_LIBRARIES = (
-    torch.__path__[0],
-    __file__.rpartition("/")[0] + "/",
-    contextlib.__file__,
-    "<",
-)
+_OWN = __file__.rpartition("/")[0] + "/"
+_LIBRARIES = (torch.__path__[0], _OWN, contextlib.__file__, "<")
 # What is typed at a prompt or written in a docstring; other such names are of generated code.
 _TYPED = ("<stdin>", "<python-input-", "<ipython-input-", "<doctest ")
-
 
 # The line behind the step of a graph that is running.
 _of_step: ContextVar[str] = ContextVar("_of_step", default="")
@@ -101,7 +96,7 @@ def _user_frame() -> tuple[FrameType | None, int]:
 def is_called_by_torch() -> bool:
     """Whether torch's own Python code has called what this package has come between."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES[1]):
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES[0])
 
@@ -120,7 +115,7 @@ def line_of(error: Exception) -> str:
 
     Where none is, as in a region that is a module of torch's, that in `torch.nn`.
     """
-    frames = _frames(error)
+    frames = _frames_of_error(error)
     users = [frame for frame in frames if not _hides_its_lines(frame[0])]
     found = users or [frame for frame in frames if frame[0].startswith(_TORCHS_MODULES)]
     return _shown_line(*found[-1]) if found else ""
@@ -128,10 +123,10 @@ def line_of(error: Exception) -> str:
 
 def came_through(error: Exception, path: str | tuple[str, ...]) -> bool:
     """Whether an error came through a file whose path begins so, or in one of these ways."""
-    return any(name.startswith(path) for name, _ in _frames(error))
+    return any(name.startswith(path) for name, _ in _frames_of_error(error))
 
 
-def _frames(error: Exception) -> list[tuple[str, int]]:
+def _frames_of_error(error: Exception) -> list[tuple[str, int]]:
     """The files and lines that an error came through, the outermost first."""
     steps = traceback.walk_tb(error.__traceback__)
     return [(frame.f_code.co_filename, line) for frame, line in steps]

@@ -1,7 +1,5 @@
 """FLOPs of operators and of the steps of a graph, by torch's own formulas."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -29,10 +27,9 @@ def step_flops(graph: Graph, value: Value) -> int:
 def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
     """FLOPs of one operator by torch's own formulas, 0 where it has none.
 
-    The CPU's attention has none in torch 2.13: the formulas of other attention kernels are
-    used. Most formulas need only shapes, which may be given instead of tensors; their results
-    are cached. Formulas that need numbers (attention over ragged sequences) give 0 if there are
-    only shapes.
+    The CPU's attention has none in torch 2.13: those of other attention kernels are used. Most need
+    only shapes, which may be given instead of tensors; their results are cached. Those that need
+    numbers (attention over ragged sequences) give 0 if there are only shapes.
     """
     packet, known = getattr(op, "overloadpacket", op), flop_counter.flop_registry
     formula = known.get(packet) or known.get(_COUNTED_AS.get(packet))

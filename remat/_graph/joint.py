@@ -1,7 +1,5 @@
 """A forward and its backward in one graph, and how what is returned is made from it."""
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from collections.abc import Sequence
@@ -14,12 +12,27 @@ from remat._graph.values import Building, Graph, Ref, Value
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """How one returned tensor is made from an output or an operand."""
+
+    #: Which output it is or shares its storage with; None for an operand.
+    output: int | None
+    operand: int | None  # which operand, likewise
+    #: The view operators in between, as a graph with one input; None if it is the output or
+    #: operand itself.
+    path: Graph | None
+    is_detached: bool  # whether no gradient flows although one flows to the base
+    #: Whether the function detached it from the base: no tangent flows either.
+    is_cut: bool = False
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
 class Joint:
     """A forward and its backward, in one graph."""
 
     graph: Graph  # inputs are the operands, then cotangents
-    #: Which inputs are the cotangents of this backward, in the order of the outputs that
-    #: have one.
+    #: Which inputs are the cotangents of this backward, in the order of the outputs that have one.
     cotangents: tuple[int, ...]
     #: Their metadata, None for an output without one.
     layout: tuple[TensorMeta | None, ...]
@@ -55,29 +68,10 @@ class Joint:
         )
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class View:
-    """How one returned tensor is made from an output or an operand."""
-
-    #: Which output it is or shares its storage with; None for an operand.
-    output: int | None
-    operand: int | None  # which operand, likewise
-    #: The view operators in between, as a graph with one input; None if it is the output or
-    #: operand itself.
-    path: Graph | None
-    is_detached: bool  # whether no gradient flows although one flows to the base
-    #: Whether the function detached it from the base: no tangent flows either.
-    is_cut: bool = False
-
-
 def view_path(
     graph: Graph, bases: Sequence[Ref], ref: Ref
 ) -> tuple[Ref, Graph | None] | None:
-    """From which base or input a value is a view, and the view operators in between.
-
-    These are a graph with one input, None if there are none. None for any other value.
-    """
+    """What a value is a view of, a base or an input, and the view operators in between, if any."""
     steps: list[int] = []
     index = ref.index
     while Ref(index) not in bases and index >= graph.num_inputs:

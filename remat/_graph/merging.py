@@ -12,8 +12,6 @@ than both programs need it. Value numbering is Cocke and Schwartz's (1970); matc
 occurrence is added here for recomputation.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import operator
@@ -51,14 +49,14 @@ def merge(
         or (operators.draws(value) and not value.is_redraw)
         for value in first.values
     ):
-        return _merged_graph(line, _Match({}, {}, ()), [*line.first, *line.second])
+        return _merged_graph(line, _Matched({}, {}, ()), [*line.first, *line.second])
     match = _match_steps(line)
-    return _merged_graph(line, match, _order(line, match))
+    return _merged_graph(line, match, _step_order(line, match))
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class _Line:
+class _Aligned:
     """Both programs in a row, over the inputs of both."""
 
     #: The inputs, what the first's inputs are known to be, and the steps of each.
@@ -68,14 +66,13 @@ class _Line:
     first: range  # where the first's steps are
     second: range  # where the second's steps are
     outputs: tuple[Ref | None, ...]  # the first's, then the second's
-    #: Steps of the second that share storage with what it returns, which must be nobody
-    #: else's.
+    #: Steps of the second that share storage with what it returns, which must be nobody else's.
     own: frozenset[int]
 
 
 def _line_up(
     first: Graph, second: Graph, reads: Sequence[Ref | None], known: Graph | None
-) -> _Line:
+) -> _Aligned:
     pairs = zip(second.values, reads, strict=False)
     further = [value for value, ref in pairs if ref is None]
     line = Building([*first.values[: first.num_inputs], *further], {})
@@ -105,7 +102,7 @@ def _line_up(
     in_second = append(second, seconds, {})
     owners = roots(second)
     handed_out = {owners[ref.index] for ref in second.outputs if ref is not None}
-    return _Line(
+    return _Aligned(
         values=tuple(line.values),
         numbers=tuple(numbering.numbers),
         num_inputs=num_inputs,
@@ -120,7 +117,7 @@ def _line_up(
 
 @final
 @dataclasses.dataclass(frozen=True)
-class _Match:
+class _Matched:
     """What the second program need not compute."""
 
     #: For steps of the second, the input that each is known to be.
@@ -130,14 +127,14 @@ class _Match:
     steps: tuple[int, ...]  # what the second has to compute, twins included, in order
 
 
-def _match_steps(line: _Line) -> _Match:
+def _match_steps(line: _Aligned) -> _Matched:
     inputs = {line.numbers[index]: index for index in range(line.num_inputs)}
     stand_ins = {
         index: inputs[line.numbers[index]]
         for index in line.second
         if line.numbers[index] in inputs and index not in line.own
     }
-    steps = _needed(line, stand_ins)
+    steps = _needed_steps(line, stand_ins)
     waiting = collections.defaultdict[int, collections.deque[int]](collections.deque)
     for index in steps:
         if index not in line.own:
@@ -147,23 +144,20 @@ def _match_steps(line: _Line) -> _Match:
         same = waiting[line.numbers[index]]
         if same:
             twins[index] = same.popleft()
-    return _Match(stand_ins, twins, steps)
+    return _Matched(stand_ins, twins, steps)
 
 
-def _needed(line: _Line, stand_ins: Mapping[int, int]) -> tuple[int, ...]:
+def _needed_steps(line: _Aligned, stand_ins: Mapping[int, int]) -> tuple[int, ...]:
     """The steps of the second that its outputs need; stand-ins need none."""
-    needed: set[int] = set()
-    pending = [ref.index for ref in line.outputs if ref is not None]
-    pending += [index for index in line.second if has_effect(line.values[index])]
-    while pending:
-        index = pending.pop()
-        if index in line.second and index not in needed and index not in stand_ins:
-            needed.add(index)
-            pending.extend(line.values[index].uses)
-    return tuple(sorted(needed))
+    needed = {ref.index for ref in line.outputs if ref is not None}
+    needed.update(index for index in line.second if has_effect(line.values[index]))
+    for index in reversed(line.second):
+        if index in needed and index not in stand_ins:
+            needed.update(line.values[index].uses)
+    return tuple(sorted(needed.intersection(line.second).difference(stand_ins)))
 
 
-def _order(line: _Line, match: _Match) -> list[int]:
+def _step_order(line: _Aligned, match: _Matched) -> list[int]:
     """The order of the second's steps, with the steps of the first alone put among them.
 
     Such a step comes just before its first reader. If only the caller reads it, it comes
@@ -194,7 +188,7 @@ def _order(line: _Line, match: _Match) -> list[int]:
     return [index for *_, index in sorted(steps)]
 
 
-def _merged_graph(line: _Line, match: _Match, order: Sequence[int]) -> Graph:
+def _merged_graph(line: _Aligned, match: _Matched, order: Sequence[int]) -> Graph:
     is_late = any(line.values[index].is_backward for index in line.first)
     inputs = {index: index for index in range(line.num_inputs)}
     new = Building(line.values[: line.num_inputs], inputs | dict(match.stand_ins))

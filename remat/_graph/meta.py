@@ -1,15 +1,17 @@
 """What a trace may know of a tensor: its metadata, and layouts that compare and hash."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, cast, final
+from typing import Any, Self, cast, final
 
 import torch
 
 from remat._torch import autocast, dtensor, levels, modes, sizes
+
+# Shape, strides, dtype, device, whether it is differentiated; the other fields where they say
+# something.
+Layout = tuple[Any, ...]
 
 
 @final
@@ -29,17 +31,14 @@ class TensorMeta:
     is_cast_each_time: bool = False
 
     @classmethod
-    def of_operand(cls, tensor: torch.Tensor) -> TensorMeta:
+    def of_operand(cls, tensor: torch.Tensor) -> Self:
         """The metadata of what a region gets, to be differentiated by whichever transform."""
         meta = cls.of(tensor, requires_grad=levels.requires_grad_anywhere(tensor))
-        if not autocast.is_cast_each_time(tensor):
-            return meta
-        return dataclasses.replace(meta, is_cast_each_time=True)
+        is_apart = autocast.is_cast_each_time(tensor)
+        return dataclasses.replace(meta, is_cast_each_time=True) if is_apart else meta
 
     @classmethod
-    def of(
-        cls, tensor: torch.Tensor, *, requires_grad: bool | None = None
-    ) -> TensorMeta:
+    def of(cls, tensor: torch.Tensor, *, requires_grad: bool | None = None) -> Self:
         """The metadata of a tensor, of any kind."""
         wanted = tensor.requires_grad if requires_grad is None else requires_grad
         placement = dtensor.placement(tensor)
@@ -52,7 +51,7 @@ class TensorMeta:
         return dataclasses.replace(whole, placement=placement)
 
     @classmethod
-    def of_whole(cls, tensor: torch.Tensor, *, requires_grad: bool) -> TensorMeta:
+    def of_whole(cls, tensor: torch.Tensor, *, requires_grad: bool) -> Self:
         """The metadata of a tensor; of a DTensor that of the whole, as if it were plain."""
         shape = tuple(tensor.shape)
         return cls(shape, tensor.stride(), tensor.dtype, tensor.device, requires_grad)
@@ -83,11 +82,10 @@ class TensorMeta:
     def _spread(self, local: torch.Tensor) -> torch.Tensor:
         if self.placement is None:
             return local
-        return dtensor.in_place_of(
-            local, self.placement, requires_grad=self.requires_grad
-        )
+        wanted = self.requires_grad
+        return dtensor.in_place_of(local, self.placement, requires_grad=wanted)
 
-    def of_result(self) -> TensorMeta:
+    def of_result(self) -> Self:
         """The metadata if an operator made the tensor, and not the user."""
         is_apart = self.requires_grad and self.dtype is torch.float32
         is_apart = is_apart and autocast.autocast_keeps_casts()
@@ -111,7 +109,7 @@ class TensorMeta:
         return self.dtype.itemsize * math.prod(self.hints)
 
     @property
-    def once(self) -> TensorMeta:
+    def once(self) -> Self:
         """The metadata at the sizes of the traced call, an expanded dimension with one element."""
         stride = tuple(map(sizes.hint, self.stride))
         shape = tuple(unexpanded_shape(self.hints, stride))
@@ -134,14 +132,8 @@ class TensorMeta:
 
 def unexpanded_shape(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     """A shape before `expand`: a dimension that repeats one element has size one."""
-    return [
-        size if step else min(size, 1) for size, step in zip(shape, stride, strict=True)
-    ]
-
-
-# Shape, strides, dtype, device, whether it is differentiated; the other fields where they say
-# something.
-Layout = tuple[Any, ...]
+    pairs = zip(shape, stride, strict=True)
+    return [size if step else min(size, 1) for size, step in pairs]
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

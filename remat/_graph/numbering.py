@@ -7,8 +7,6 @@ read its own recorded generator state. This is the value numbering of compilers 
 Schwartz, 1970), and what replaces tags on operators for nested regions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -92,7 +90,7 @@ def _numbering_key(index: int, value: Value, numbers: list[int]) -> tuple[Any, .
         return ("input", index)
     if value.op is operators.constant:
         return ("constant", id(value.args[0]))
-    numbered = _literal(
+    numbered = _literal_key(
         replace_refs((value.args, value.kwargs), lambda use: Ref(numbers[use]))
     )
     if not operators.draws(value):
@@ -102,10 +100,10 @@ def _numbering_key(index: int, value: Value, numbers: list[int]) -> tuple[Any, .
     return ("draw", value.op, value.in_place, numbered, value.state is None, state)
 
 
-def _literal(tree: Any) -> Any:
+def _literal_key(tree: Any) -> Any:
     """A hashable stand-in in which 1, 1.0 and True, or 0.0 and -0.0, differ."""
     if isinstance(tree, (tuple, list)):
-        return tuple(_literal(item) for item in tree)  # pyright: ignore[reportUnknownVariableType]
+        return tuple(_literal_key(item) for item in tree)  # pyright: ignore[reportUnknownVariableType]
     if isinstance(tree, Ref):
         return tree
     return (type(tree), repr(tree))

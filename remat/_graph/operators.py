@@ -78,12 +78,9 @@ def is_check(op: Any) -> bool:
 
 def viewed(value: ValueLike) -> int | None:
     """The index of the value whose storage this one shares, None if it has its own."""
-    op = value.op
-    if not isinstance(op, schemas.OpOverload) or not value.args:
-        return None
-    if returns_view(op):
-        return getattr(value.args[0], "index", None)
-    return None
+    is_op = isinstance(value.op, schemas.OpOverload)
+    is_view = is_op and value.args and returns_view(value.op)
+    return getattr(value.args[0], "index", None) if is_view else None
 
 
 def returns_view(op: Any) -> bool:
@@ -92,11 +89,8 @@ def returns_view(op: Any) -> bool:
         return True
     if not isinstance(op, schemas.OpOverload):
         return False  # one that takes functions
-    returned = schemas.schema_of(op).returns
-    return bool(returned) and all(
-        each.alias_info is not None and not each.alias_info.is_write
-        for each in returned
-    )
+    aliases = [each.alias_info for each in schemas.schema_of(op).returns]
+    return bool(aliases) and all(each and not each.is_write for each in aliases)
 
 
 def may_draw(op: Any) -> bool:
@@ -140,9 +134,7 @@ def draws_from(value: ValueLike) -> torch.Generator | None:
 def arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """An operator's arguments by name, defaults included."""
     declared = schemas.schema_of(op).arguments
-    named = {
-        each.name: each.default_value for each in declared if each.has_default_value()
-    }
+    named = {x.name: x.default_value for x in declared if x.has_default_value()}
     named.update(zip((each.name for each in declared), args, strict=False))
     return named | kwargs
 

@@ -233,10 +233,7 @@ def renumbered(value: Value, places: Mapping[int, int]) -> Value:
 def prune(
     graph: Graph, keep: Iterable[int] = (), num_inputs: int | None = None
 ) -> Graph:
-    """The graph with only the steps that its outputs or `keep` need.
-
-    Its first `num_inputs` inputs stay; all of them, unless a number is given.
-    """
+    """The graph of what its outputs or `keep` need, and its first `num_inputs` inputs, or all."""
     count = graph.num_inputs if num_inputs is None else num_inputs
     needed = {*range(count), *keep}
     needed.update(ref.index for ref in graph.outputs if ref is not None)

@@ -7,8 +7,6 @@ nothing reads it any more. As in JAX, where a missing tangent is a symbolic zero
 zero and infinity does not become NaN there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -37,10 +35,7 @@ _LINEAR = frozenset(
 def without_zeros(
     values: Sequence[Value], outputs: Collection[Ref | None]
 ) -> tuple[Value, ...]:
-    """The same steps, none of which adds a zero that forward mode made.
-
-    Each of the `outputs` stays a value of its own.
-    """
+    """The same steps, none of which adds a zero of forward mode; each output stays a value."""
     kept = list(values)
     zeros: set[int] = set()
     same: dict[int, int] = {}
