@@ -1,8 +1,4 @@
-"""Tensors without data, and the mode that makes them.
-
-Obsolete when both can be told by public names; a function that says so itself has an end
-of its own.
-"""
+"""Tensors without data, and the mode that makes them."""
 
 # pyright: reportPrivateUsage=false
 import contextlib
@@ -26,6 +22,54 @@ from remat._torch.dtensor import local_part
 from remat._torch.levels import no_dual_level, unwrapped
 from remat._torch.taking_functions import takes_functions
 from remat._torch.trees import map_tensors, tensor_leaves
+
+_optimizers: Any = optimizers
+_registrations: Any = _meta_registrations
+_taking: Any = taking_utils
+_META = torch.device("meta")
+_MOST_REMEMBERED = 4096  # calls of operators, at two kilobytes each
+aten: Any = torch.ops.aten
+#: CPU kernels that give their first output the memory format of an argument, and which argument. A
+#: fake mode copies the argument's strides instead. Obsolete when torch's test of fake against real
+#: strides includes these operators with transposed inputs.
+_LAID_OUT_BY: dict[Any, int] = {
+    aten.native_batch_norm.default: 0,
+    aten.native_batch_norm_backward.default: 1,
+    aten.native_group_norm.default: 0,
+    aten.native_group_norm_backward.default: 1,
+}
+#: Kernels whose output has the strides of a sum of tensors among their arguments: which ones, in
+#: this order; none for a contiguous output. A fake mode decomposes these operators, and where
+#: inputs are laid out in two ways it takes other strides. Obsolete as `_LAID_OUT_BY`.
+_LAID_OUT_LIKE: dict[Any, tuple[int, ...]] = {
+    aten.softplus_backward.default: (0, 1),
+    aten.elu_backward.default: (0, 1),
+    aten.hardtanh_backward.default: (0, 1),
+    aten.hardswish_backward.default: (0, 1),
+    aten.hardsigmoid_backward.default: (0, 1),
+    aten.logit_backward.default: (0, 1),
+    aten.binary_cross_entropy_backward.default: (1,),
+    aten.mse_loss_backward.default: (),
+    aten.smooth_l1_loss_backward.default: (),
+    aten.huber_loss_backward.default: (),
+    aten._log_softmax_backward_data.default: (),
+    aten.pow.Scalar: (),
+    aten.threshold_backward.default: (1, 0),
+    aten.leaky_relu_backward.default: (1, 0),
+    aten.log_sigmoid_backward.default: (0,),
+}
+# What errors say that stand for values which a trace has not.
+_OF_VMAP = "We do not support batching operators that can support dynamic shape"
+_LACKING_VALUES = (
+    "trying to get a value out of a tracing tensor",
+    "Cannot access data pointer of Tensor",
+    "data is not allocated yet",
+    ".numpy() is not supported",
+    "passed to FakeTensor.__format__",
+    "Can't call numpy()",
+    # Nested tensors compute their lengths from values.
+    "does not support tracing with fx.symbolic_trace",
+)
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -62,11 +106,6 @@ def is_in_parts(tensor: Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__")
 
 
-_optimizers: Any = optimizers
-_registrations: Any = _meta_registrations
-_taking: Any = taking_utils
-
-
 class _FakeMode(FakeTensorMode):
     """Fake tensors of one home device.
 
@@ -95,7 +134,7 @@ class _FakeMode(FakeTensorMode):
     ) -> Any:
         kwargs = kwargs or {}
         if takes_functions(func):
-            return self._taking_functions(func, args, kwargs)
+            return self._call_taking_functions(func, args, kwargs)
         is_stray = kwargs.get("device") == _META and self._home != _META
         if is_stray and not self.in_kernel_invocation and not tensor_leaves(args):
             kwargs = kwargs | {"device": self._home}
@@ -108,7 +147,7 @@ class _FakeMode(FakeTensorMode):
             self.made.extend(map(weakref.ref, tensor_leaves(found)))
         return found
 
-    def _taking_functions(self, op: Any, args: Any, kwargs: Any) -> Any:
+    def _call_taking_functions(self, op: Any, args: Any, kwargs: Any) -> Any:
         """An operator that takes functions; torch's cache of results would hold these."""
         function = _taking.registered_hop_fake_fns.get(op)
         if op is torch.ops.higher_order.while_loop:
@@ -155,46 +194,6 @@ class _FakeMode(FakeTensorMode):
             return torch.empty_like(like, dtype=found.dtype)
 
 
-#: CPU kernels that give their first output the memory format of an argument, and which
-#: argument. A fake mode copies the argument's strides instead. Obsolete when torch's test of
-#: fake against real strides includes these operators with transposed inputs.
-_LAID_OUT_BY: dict[Any, int] = {
-    torch.ops.aten.native_batch_norm.default: 0,
-    torch.ops.aten.native_batch_norm_backward.default: 1,
-    torch.ops.aten.native_group_norm.default: 0,
-    torch.ops.aten.native_group_norm_backward.default: 1,
-}
-
-
-aten: Any = torch.ops.aten
-
-
-#: Kernels whose output has the strides of a sum of tensors among their arguments: which ones,
-#: in this order; none for a contiguous output. A fake mode decomposes these operators, and
-#: where inputs are laid out in two ways it takes other strides. Obsolete as `_LAID_OUT_BY`.
-_LAID_OUT_LIKE: dict[Any, tuple[int, ...]] = {
-    aten.softplus_backward.default: (0, 1),
-    aten.elu_backward.default: (0, 1),
-    aten.hardtanh_backward.default: (0, 1),
-    aten.hardswish_backward.default: (0, 1),
-    aten.hardsigmoid_backward.default: (0, 1),
-    aten.logit_backward.default: (0, 1),
-    aten.binary_cross_entropy_backward.default: (1,),
-    aten.mse_loss_backward.default: (),
-    aten.smooth_l1_loss_backward.default: (),
-    aten.huber_loss_backward.default: (),
-    aten._log_softmax_backward_data.default: (),
-    aten.pow.Scalar: (),
-    aten.threshold_backward.default: (1, 0),
-    aten.leaky_relu_backward.default: (1, 0),
-    aten.log_sigmoid_backward.default: (0,),
-}
-
-
-_META = torch.device("meta")
-_MOST_REMEMBERED = 4096  # calls of operators, at two kilobytes each
-
-
 def fake_mode(home: torch.device, shape_env: Any = None) -> FakeTensorMode:
     """A fresh mode for one trace: real tensors are refused.
 
@@ -220,67 +219,44 @@ def call_on_fakes(
 def faked(tree: Any) -> Generator[Any]:
     """A tree with fake leaves for its tensors, in a mode that makes more; fakes stay theirs."""
     given = [each for each in tensor_leaves(tree) if isinstance(each, FakeTensor)]
-    known = given[0].fake_mode if given else FakeTensorMode(allow_non_fake_inputs=True)
-    with known as mode:
-        made: dict[int, Tensor] = {}
+    mode = given[0].fake_mode if given else FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, Tensor] = {}
 
-        def leaf(tensor: Tensor) -> Tensor:
-            if id(tensor) not in made:
-                like = (
-                    tensor
-                    if isinstance(tensor, FakeTensor)
-                    else mode.from_tensor(tensor)
-                )
-                made[id(tensor)] = like.detach().requires_grad_(tensor.requires_grad)
-            return made[id(tensor)]
+    def leaf(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            # torch asks for the gradient of what it converts, and warns if that is no leaf.
+            like = tensor.detach()
+            like = like if isinstance(like, FakeTensor) else mode.from_tensor(like)
+            made[id(tensor)] = like.requires_grad_(tensor.requires_grad)
+        return made[id(tensor)]
 
-        yield map_tensors(leaf, tree)
+    stand_ins = map_tensors(leaf, tree)
+    with mode:
+        yield stand_ins
 
 
 def zeros_like_results(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What a call returns, with zeros for its numbers, computed without data."""
-    # torch asks for the gradient of what it converts, and warns if that is no leaf.
-    leaves = map_tensors(
-        lambda each: each.detach().requires_grad_(each.requires_grad), (args, kwargs)
-    )
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        args, kwargs = map_tensors(mode.from_tensor, leaves)
+    with faked((args, kwargs)) as (args, kwargs):
         results = function(*args, **kwargs)
-    return map_tensors(_zeros_like_fake, results)
 
+    def zeros(fake: Tensor) -> Tensor:
+        like: dict[str, Any] = {"dtype": fake.dtype, "device": fake.device}
+        made = torch.empty_strided(fake.shape, fake.stride(), **like).zero_()
+        return made.requires_grad_(fake.requires_grad)
 
-def _zeros_like_fake(fake: Tensor) -> Tensor:
-    zeros = torch.empty_strided(
-        fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
-    ).zero_()
-    return zeros.requires_grad_(fake.requires_grad)
+    return map_tensors(zeros, results)
 
 
 def updated_as_real() -> contextlib.AbstractContextManager[None]:
     """Inside, optimizers choose for fake tensors how to update tensors of their device.
 
-    On an accelerator that is all parameters by one call, unless they are told otherwise. Obsolete
-    when they ask for the device alone.
+    On an accelerator that is all parameters by one call, unless they are told otherwise.
     """
     kinds = [*_optimizers._foreach_supported_types, FakeTensor]
     return attributes_as(_optimizers, _foreach_supported_types=kinds)
-
-
-_OF_VMAP = "We do not support batching operators that can support dynamic shape"
-_OUTSIDE = "Please convert all Tensors to FakeTensors first"
-_NO_FAKE = "There was no fake impl registered"
-_VALUES = (
-    "trying to get a value out of a tracing tensor",
-    "Cannot access data pointer of Tensor",
-    "data is not allocated yet",
-    ".numpy() is not supported",
-    "passed to FakeTensor.__format__",
-    "Can't call numpy()",
-    # Nested tensors compute their lengths from values.
-    "does not support tracing with fx.symbolic_trace",
-)
 
 
 def lacking(error: Exception) -> str | None:
@@ -290,15 +266,16 @@ def lacking(error: Exception) -> str | None:
     "values"; or it met a "tensor outside", which is no fake of its mode.
     """
     text = str(error)
-    if isinstance(error, fake_tensor.UnsupportedOperatorException) or _NO_FAKE in text:
+    is_unsupported = isinstance(error, fake_tensor.UnsupportedOperatorException)
+    if is_unsupported or "There was no fake impl registered" in text:
         return "fake implementation"
     if isinstance(error, fake_tensor.DynamicOutputShapeException) or _OF_VMAP in text:
         return "shape"
-    if _OUTSIDE in text:
+    if "Please convert all Tensors to FakeTensors first" in text:
         return "tensor outside"
     kinds = (
         fake_tensor.DataDependentOutputException,
         fake_tensor.UnsupportedFakeTensorException,
     )
-    is_known = isinstance(error, kinds) or any(words in text for words in _VALUES)
-    return "values" if is_known else None
+    lacks_values = any(words in text for words in _LACKING_VALUES)
+    return "values" if isinstance(error, kinds) or lacks_values else None
