@@ -1,12 +1,10 @@
 """The engine, the nodes and the functions of autograd.
 
-Obsolete when torch annotates `backward`, has a class for each error that is told here by its
-text, and gives the rest public names; a function that says so itself has an end of its own.
+Obsolete when torch annotates `backward`, and has a class for each error that is told here by its
+text.
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import operator
@@ -24,6 +22,9 @@ from remat._torch.levels import dual_levels, functorch
 from remat._torch.tracer import proxy_is_active
 from remat._torch.trees import map_tensors
 
+_c_autograd: Any = vars(torch._C)["_autograd"]
+_engine: Any = torch.autograd.Variable._execution_engine
+
 
 def untracked_alias(tensor: Tensor) -> Tensor:
     """An alias of a tensor that autograd does not take for a view.
@@ -36,10 +37,7 @@ def untracked_alias(tensor: Tensor) -> Tensor:
 
 
 def plain_apply(function: Any) -> Callable[..., Any]:
-    """`function.apply` for calls without a transform and without dead wrappers.
-
-    It skips the Python code that looks for them. Obsolete when `Function.apply` is in C.
-    """
+    """`function.apply` for calls without transforms and dead wrappers: it looks for neither."""
     above: Any = super(torch.autograd.Function, function)
     return above.apply
 
@@ -51,6 +49,10 @@ is_batched_by_autograd: Callable[[Tensor], bool] = functorch_c.is_legacy_batched
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 # Whether the backward that is under way on this thread runs a node of autograd's.
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+# Whether the backward that runs may run once more: `retain_graph=True`.
+keeps_graph: Callable[[], bool] = _c_autograd._get_current_graph_task_keep_graph
+# Calls a function when the run of autograd that is under way ends without an error.
+at_end_of_task: Callable[[Callable[[], None]], None] = _engine.queue_callback
 # The number of a node of autograd; of two nodes of one thread the later one's is larger.
 node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
@@ -58,8 +60,7 @@ node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 def changed_since_saved(node: Any) -> list[tuple[int, Tensor]]:
     """The tensors that were written to after a node saved them: their places, and as they are.
 
-    Reading all saved tensors raises for the first such tensor without saying which one it
-    is. Obsolete when torch's error says so.
+    Reading all saved tensors raises for the first such one, and does not say which it is.
     """
     found: list[tuple[int, Tensor]] = []
     for place, each in enumerate(node._raw_saved_tensors):
@@ -114,15 +115,6 @@ def leaf_of(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() else detached(tensor)
 
 
-def keeps_graph() -> bool:
-    """Whether the backward that runs may run once more: `retain_graph=True`.
-
-    Obsolete when torch has a public name for it.
-    """
-    c_autograd: Any = vars(torch._C)["_autograd"]
-    return c_autograd._get_current_graph_task_keep_graph()
-
-
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return graph_task() != -1
@@ -154,28 +146,22 @@ _NOT_OF_USERS = ("remat.", "torch._higher_order_ops.")
 
 
 def has_own_rule(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether an `autograd.Function` of the user's made some tensors.
-
-    Obsolete when a node of autograd tells its `Function`.
-    """
+    """Whether an `autograd.Function` of the user's made some tensors."""
     nodes = nodes_behind([each.grad_fn for each in tensors if each is not None])
-    made_by = (getattr(node, "_forward_cls", None) for node in nodes)
-    return any(
-        kind is not None and not kind.__module__.startswith(_NOT_OF_USERS)
-        for kind in made_by
-    )
+    homes = filter(None, map(_home_of_function, nodes))
+    return not all(home.startswith(_NOT_OF_USERS) for home in homes)
 
 
-def before_backward(tensor: Tensor, check: Callable[[], None]) -> None:
+def before_backward(tensor: Tensor, check: Callable[[Any], None]) -> None:
     """Calls `check` before the backward of torch's own `autograd.Function` that made a tensor."""
-    made_by = getattr(tensor.grad_fn, "_forward_cls", None)
-    if made_by is not None and made_by.__module__.startswith(_NOT_OF_USERS):
-        node: Any = tensor.grad_fn
+    node: Any = tensor.grad_fn
+    if _home_of_function(node).startswith(_NOT_OF_USERS):
+        node.register_prehook(check)
 
-        def hook(_: Any) -> None:
-            check()
 
-        node.register_prehook(hook)
+def _home_of_function(node: Any) -> str:
+    """The module of the `autograd.Function` that made a node of autograd; "" if none has."""
+    return getattr(getattr(node, "_forward_cls", None), "__module__", "")
 
 
 def backward(
@@ -195,12 +181,6 @@ def is_plain_autograd() -> bool:
     )
 
 
-def at_end_of_task(function: Callable[[], None]) -> None:
-    """Calls a function when the run of autograd that is under way ends without an error."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(function)
-
-
 @final
 @dataclasses.dataclass(slots=True)
 class Lifting:
@@ -218,7 +198,7 @@ _liftings = _Liftings()
 _lock = threading.Lock()
 
 
-def _lifting(original: Any) -> Callable[..., Any]:
+def _lifting_entrance(original: Any) -> Callable[..., Any]:
     """An entrance while some thread lifts; a thread that does not passes by."""
 
     def enter(*args: Any, **kwargs: Any) -> Any:
@@ -236,7 +216,7 @@ def _lifting_apply(original: Any) -> Any:
         if not cls.__module__.startswith(_NOT_OF_USERS):
             for each in _liftings.stack:
                 each.has_functions = True
-        return _lifting(original.__get__(None, cls))(*args, **kwargs)
+        return _lifting_entrance(original.__get__(None, cls))(*args, **kwargs)
 
     return classmethod(apply)
 
@@ -245,33 +225,28 @@ def _lifting_apply(original: Any) -> Any:
 #: torch.func that differentiate, and those that map.
 _ENTRANCES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (torch.autograd.Function, "apply", _lifting_apply),
-    (eager_transforms, "_wrap_for_grad", _lifting),
-    (vmap, "_add_batch_dim", _lifting),
+    (eager_transforms, "_wrap_for_grad", _lifting_entrance),
+    (vmap, "_add_batch_dim", _lifting_entrance),
 )
-# What stood there, once for each block that is open on any thread: the first is torch's.
-_stood: list[list[Any]] = []
+# How to put back what stood there, once for each block that is open on any thread.
+_open_blocks: list[contextlib.ExitStack] = []
 
 
 @contextlib.contextmanager
 def lifted_past_modes(lift: Callable[[Tensor], Tensor]) -> Generator[Lifting]:
-    """Lifts what this thread gives to `autograd.Function`s, and to levels of torch.func.
-
-    No mode sees it there. Obsolete when these are torch functions.
-    """
+    """Lifts what this thread gives `autograd.Function`s and levels of torch.func past modes."""
     with _lock:
-        stood: list[Any] = [vars(owner)[name] for owner, name, _ in _ENTRANCES]
-        if not _stood:
-            for (owner, name, replace), each in zip(_ENTRANCES, stood, strict=True):
-                setattr(owner, name, replace(each))
-        _stood.append(stood)
+        _open_blocks.append(contextlib.ExitStack())
+        for owner, name, replace in () if len(_open_blocks) > 1 else _ENTRANCES:
+            instead = {name: replace(vars(owner)[name])}
+            _open_blocks[0].enter_context(attributes_as(owner, **instead))
     lifting = Lifting(lift)
     try:
         with attributes_as(_liftings, stack=(*_liftings.stack, lifting)):
             yield lifting
     finally:
         with _lock:
-            for (owner, name, _), each in zip(_ENTRANCES, _stood.pop(), strict=True):
-                setattr(owner, name, each)
+            _open_blocks.pop().close()
 
 
 def without_lifting() -> contextlib.AbstractContextManager[None]:

@@ -6,8 +6,6 @@ the operator runs once on tensors that no trace records. Then torch's rules reco
 function as a graph of its own, and its backward likewise.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -45,7 +43,7 @@ class Within:
 
 @final
 @dataclasses.dataclass(eq=False)
-class _Function:
+class _TakenFunction:
     """A function that an operator takes, as the operator calls it."""
 
     function: Callable[..., Any]
@@ -69,10 +67,8 @@ class _Function:
                 return own.get(id(tensor), tensor)
             return self.stand_in(tensor)
 
-        with (
-            tracer.ShapesAside(),  # nor does Dynamo compile what runs under a mode of ours
-            self.within.calls(stand_in),
-        ):
+        # Nor does Dynamo compile what runs under a mode of ours.
+        with tracer.ShapesAside(), self.within.calls(stand_in):
             found = self.function(*given[: len(given) - len(self.captured)])
         if not self.returns_results:
             return found
@@ -81,7 +77,7 @@ class _Function:
 
 
 @final
-class _Found:
+class _CapturedFinder:
     """Collects the tensors that functions reach while they run unrecorded."""
 
     def __init__(self, within: Within) -> None:
@@ -92,9 +88,8 @@ class _Found:
     def __call__(self, tensor: Tensor) -> Tensor:
         if not is_fake_of(tensor, self._mode):
             if id(tensor) not in self.tensors:
-                self._fakes[id(tensor)] = TensorMeta.of_whole(
-                    tensor, requires_grad=False
-                ).empty()
+                whole = TensorMeta.of_whole(tensor, requires_grad=False)
+                self._fakes[id(tensor)] = whole.empty()
             self.tensors[id(tensor)] = tensor
             return self._fakes[id(tensor)]
         if taking_functions.is_recorded(tensor, self._tracer):
@@ -109,29 +104,27 @@ def call(
     taking, run = taking_functions.taking(op), taking_functions.callable_for(op)
     taking_functions.require_rule(op)
     args = list(args)
-    groups: dict[int, list[_Function]] = {}
+    groups: dict[int, list[_TakenFunction]] = {}
     for place, functions in taking.functions.items():
         args += [()] * (place + 1 - len(args))
         groups[place] = []
         for each in functions:
             # Of flex attention's mask, the function comes after tensors.
-            *tensors, function = (
-                args[each] if isinstance(args[each], tuple) else [args[each]]
-            )
+            parts = args[each] if isinstance(args[each], tuple) else (args[each],)
+            *tensors, function = parts
             is_result = each in taking.returning
-            taken = _Function(function, within, list(args[place]), is_result)
+            taken = _TakenFunction(function, within, list(args[place]), is_result)
             args[each] = (*tensors, taken) if tensors else taken
             groups[place].append(taken)
     taken = [each for group in groups.values() for each in group]
-    if not tracer.proxy_is_active():
-        # It runs to be looked at, on what stands for other tensors already.
+    if tracer.proxy_is_active():
+        _find_captured(within, op, args, kwargs, groups.values())
+        for place, group in groups.items():
+            args[place] = (*args[place], *map(within.lift, group[0].captured))
+    else:  # it runs to be looked at, on what stands for other tensors already
         for each in taken:
             each.stand_in = within.lift
-        return _returned(run(*args, **kwargs), taken)
-    _find_captured(within, op, args, kwargs, groups.values())
-    for place, group in groups.items():
-        args[place] = (*args[place], *map(within.lift, group[0].captured))
-    return _returned(run(*args, **kwargs), taken)
+    return _unflattened_results(run(*args, **kwargs), taken)
 
 
 def _find_captured(
@@ -139,10 +132,10 @@ def _find_captured(
     op: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    groups: Iterable[Sequence[_Function]],
+    groups: Iterable[Sequence[_TakenFunction]],
 ) -> None:
     """Tells the functions of an operator, group by group, which tensors they reach, by a run."""
-    found = [(_Found(within), group) for group in groups]
+    found = [(_CapturedFinder(within), group) for group in groups]
     for tensors, group in found:
         for each in group:
             each.stand_in = tensors
@@ -154,7 +147,7 @@ def _find_captured(
             each.captured, each.stand_in = tuple(tensors.tensors.values()), None
 
 
-def _returned(results: Any, taken: Sequence[_Function]) -> Any:
+def _unflattened_results(results: Any, taken: Sequence[_TakenFunction]) -> Any:
     """What the functions would have returned, from the operator's flat results."""
     check = functools.partial(_require_first_order, user_line())
     for each in trees.tensor_leaves(results):
@@ -163,17 +156,15 @@ def _returned(results: Any, taken: Sequence[_Function]) -> Any:
     return trees.unflatten(list(results), specs[0]) if specs else results
 
 
-def _require_first_order(where: str) -> None:
+def _require_first_order(where: str, _: Any) -> None:
     """Refuses the backward of an operator that will itself be differentiated.
 
     torch loses parts of such a derivative without a word: what its backward reads does not
     lead back to the operands.
     """
     if torch.is_grad_enabled():
-        raise refusals.takes_functions(
-            where,
-            "It is differentiated twice, and torch has no second derivative of it",
-        )
+        why = "It is differentiated twice, and torch has no second derivative of it"
+        raise refusals.takes_functions(where, why)
 
 
 def applied(
@@ -189,17 +180,19 @@ def applied(
     for each in trees.flatten((args, kwargs))[0]:
         if isinstance(each, fx.GraphModule):
             is_result = taking_functions.returns_results(node.target)
-            _check(each, _line_of(node), returns_results=is_result)
+            _prepare_taken_graph(each, _line_of(node), returns_results=is_result)
     return Applied.to(node.target, args, kwargs, Ref)
 
 
-def _check(module: fx.GraphModule, where: str, *, returns_results: bool) -> None:
+def _prepare_taken_graph(
+    module: fx.GraphModule, where: str, *, returns_results: bool
+) -> None:
     """Brings the graph of a function that an operator takes into the form of a step of a graph."""
     for node in list(module.graph.nodes):
         if node.op == "get_attr":
             held: Any = getattr(module, str(node.target))
             if isinstance(held, fx.GraphModule):
-                _check(held, where, returns_results=True)
+                _prepare_taken_graph(held, where, returns_results=True)
             elif is_fake(held):
                 why = "One of its functions reaches a tensor where no mode sees it"
                 raise refusals.takes_functions(where, why)
@@ -229,13 +222,13 @@ def _require_no_effect(node: fx.Node, where: str) -> None:
             why="A recomputation of the operator would draw other numbers.",
             do="Draw with a key (remat.random), or draw before the operator.",
         )
-    if any(_base_of(each).op == "placeholder" for each in written(node)):
+    if any(_node_viewed(each).op == "placeholder" for each in written(node)):
         why = "One of its functions writes to what it is given"
         raise refusals.takes_functions(where, why)
 
 
 def _require_own_memory(results: Sequence[Any], where: str) -> None:
-    bases = [_base_of(each) for each in results if isinstance(each, fx.Node)]
+    bases = [_node_viewed(each) for each in results if isinstance(each, fx.Node)]
     is_own = all(base.op != "placeholder" for base in bases)
     if not is_own or len(set(bases)) < len(bases):
         raise refusals.takes_functions(
@@ -245,11 +238,11 @@ def _require_own_memory(results: Sequence[Any], where: str) -> None:
         )
 
 
-def _base_of(node: fx.Node) -> fx.Node:
+def _node_viewed(node: fx.Node) -> fx.Node:
     """What a node of a graph is a view of, or is one of several views of."""
     maker: Any = node.args[0] if node.target is operator.getitem else node
     op: Any = maker.target
-    return _base_of(maker.args[0]) if operators.returns_view(op) else node
+    return _node_viewed(maker.args[0]) if operators.returns_view(op) else node
 
 
 def warn_of_name(name: str) -> None:
