@@ -7,8 +7,6 @@ a graph may hold values of a size that is known when it runs.
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -27,6 +25,7 @@ _utils: Any = utils
 _operator: Any = torch.ops.higher_order.while_loop
 _Tensors = Sequence[Tensor]
 _Function = Callable[..., Any]
+_CONTIGUOUS = torch.contiguous_format
 
 
 def while_loop(
@@ -35,11 +34,10 @@ def while_loop(
     """Calls the operator, with the derivative of this module."""
     if not all(isinstance(each, Tensor) for each in carried):
         raise NotImplementedError("The loop carries a number, which is not a tensor")
-    differentiated = torch.is_grad_enabled() and any(
-        each.requires_grad for each in (*carried, *given)
-    )
-    call = _Loop.apply if differentiated else _without_derivative
-    return call(condition, body, len(carried), *carried, *given)
+    tensors = (*carried, *given)
+    wanted = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    call = _Loop.apply if wanted else _without_derivative
+    return call(condition, body, len(carried), *tensors)
 
 
 def shapes_of(
@@ -51,9 +49,8 @@ def shapes_of(
     """
     condition(*carried, *given)
     found = body(*carried, *given)
-    _utils.check_meta_consistency(
-        carried, found, "carried_inputs", "body_output", include_contiguity=False
-    )
+    names = ("carried_inputs", "body_output")
+    _utils.check_meta_consistency(carried, found, *names, include_contiguity=False)
     return found
 
 
@@ -104,47 +101,30 @@ class _Loop(torch.autograd.Function):
         condition, body = (graph(each, *tensors) for each in ctx.functions)
         pullback = _utils.create_bw_fn(ctx.functions[1], tensors)
         step = graph(pullback, *tensors, *cotangents)
-        functions = (condition, body, step)
-        found = iter(gradients(functions, carried, given, cotangents))
+        found = iter(gradients((condition, body, step), carried, given, cotangents))
         own = [next(found) if _has_derivative(each) else None for each in tensors]
         return None, None, None, *own
 
 
 @final
 class _Gradients(HigherOrderOperator):
-    """From what a loop was given, and cotangents of its results, to its gradients."""
+    """(functions, carried, given, cotangents) -> the gradients of a loop.
 
-    def __init__(self) -> None:
-        super().__init__("while_loop_gradients")
+    Of those of `carried`, from which the first iteration starts, and `given`, which each is given
+    beside, that have some. The functions are what the loop asks, an iteration, and what goes from
+    an iteration's start, `given` and cotangents to gradients of the first two.
+    """
 
-    def __call__(
-        self,
-        functions: Sequence[_Function],
-        carried: _Tensors,
-        given: _Tensors,
-        cotangents: _Tensors,
-    ) -> Any:
-        """Gradients of those of `carried` and `given` that have some.
-
-        Args:
-            functions: what the loop asks; an iteration; and what goes from an iteration's
-                start, `given` and cotangents to gradients of the first two.
-            carried: what the first iteration starts from.
-            given: what each iteration is given beside.
-            cotangents: of the results that have some.
-        """
-        return super().__call__(functions, carried, given, cotangents)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-gradients = _Gradients()
+gradients: Any = _Gradients("while_loop_gradients")
 
 
 @gradients.py_impl(DispatchKey.CompositeExplicitAutograd)
-def _run(
-    functions: Sequence[_Function],
-    carried: _Tensors,
-    given: _Tensors,
-    cotangents: _Tensors,
+def _run_gradients(
+    functions: Any, carried: _Tensors, given: _Tensors, cotangents: _Tensors
 ) -> Any:
     condition, body, step = functions
     starts, state = list[_Tensors](), carried
@@ -159,32 +139,26 @@ def _run(
         cotangents = own[: len(cotangents)]
         added = own[len(cotangents) :]
         sums = [new + before for new, before in zip(added, sums, strict=True)]
-    return tuple(
-        each.clone(memory_format=torch.contiguous_format)
-        for each in (*cotangents, *sums)
-    )
+    return tuple(each.clone(memory_format=_CONTIGUOUS) for each in (*cotangents, *sums))
 
 
 @gradients.py_impl(FakeTensorMode)
-def _shapes(
-    mode: FakeTensorMode, functions: Any, carried: _Tensors, given: _Tensors, _: Any
+def _shapes_of_gradients(
+    mode: FakeTensorMode, _: Any, carried: _Tensors, given: _Tensors, __: Any
 ) -> Any:
-    del functions
+    own = _differentiated([*carried, *given])
     with mode:
-        return tuple(
-            torch.empty_like(each, memory_format=torch.contiguous_format)
-            for each in _differentiated([*carried, *given])
-        )
+        return tuple(torch.empty_like(x, memory_format=_CONTIGUOUS) for x in own)
 
 
 @gradients.py_functionalize_impl
-def _in_a_graph(*args: Any) -> Any:
+def _refuse_in_a_graph(*args: Any) -> Any:
     """Refuses what Inductor could not lower."""
     raise NotImplementedError("Its backward cannot be in a graph of torch.compile")
 
 
 @gradients.py_impl(ProxyTorchDispatchMode)
-def _recorded(mode: Any, *args: Any) -> Any:
+def _record_gradients(mode: Any, *args: Any) -> Any:
     tracer = mode.tracer
     for function in args[0]:
         _, name = _utils.unique_graph_id(mode, "while_loop_part")
@@ -195,7 +169,7 @@ def _recorded(mode: Any, *args: Any) -> Any:
 
 
 @final
-class _Once(torch.autograd.Function):
+class _FirstOrder(torch.autograd.Function):
     """`gradients`, whose own derivative raises.
 
     What torch has for this, `autograd_not_implemented`, does not lead back to the operands: a
@@ -216,8 +190,8 @@ class _Once(torch.autograd.Function):
 
 
 @gradients.py_autograd_impl
-def _differentiable(
+def _differentiate_once(
     functions: Any, carried: _Tensors, given: _Tensors, cotangents: _Tensors
 ) -> Any:
     num_carried, num = len(carried), len(carried) + len(given)
-    return _Once.apply(functions, num_carried, num, *carried, *given, *cotangents)
+    return _FirstOrder.apply(functions, num_carried, num, *carried, *given, *cotangents)
