@@ -1,8 +1,9 @@
 """The one door to what torch does not promise: a file for each subject.
 
-In come torch's private names, each with what will make it obsolete; out go functions that say what
-they mean. All was checked on torch 2.13 and 2.15: what fails to import names the version, so that
-an upgrade fails at import, not in the middle of training. Reads torch and itself alone.
+In come torch's private names, obsolete when public ones do the same, or when they say so here; out
+go functions that say what they mean. All was checked on torch 2.13 and 2.15: what fails to import
+names the version, so that an upgrade fails at import, not in the middle of training. Reads torch
+and itself alone.
 `attributes`: set for the length of a block; `autocast`: its cache of casts; `autograd`: its nodes,
 what they saved, `Function`s, the backward under way, detached tensors, `is_grads_batched`;
 `distributed`: process groups, collectives, `fully_shard`, FSDP; `dtensor`: DTensors, results under

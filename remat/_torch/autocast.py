@@ -1,7 +1,4 @@
-"""Autocast's cache of cast weights.
-
-Obsolete when torch has a public name for what it keeps.
-"""
+"""Autocast's cache of cast weights."""
 
 # pyright: reportPrivateUsage=false
 import contextlib
@@ -46,9 +43,8 @@ def in_products(tensor: Tensor) -> Tensor:
     For what multiplies in place, or later than it is called, which autocast does not see.
     """
     device, wide = tensor.device.type, (torch.float32, torch.float16, torch.bfloat16)
-    if tensor.dtype not in wide or not torch.is_autocast_enabled(device):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
+    is_cast = tensor.dtype in wide and torch.is_autocast_enabled(device)
+    return tensor.to(torch.get_autocast_dtype(device)) if is_cast else tensor
 
 
 def is_weight(tensor: Tensor) -> bool:

@@ -1,7 +1,4 @@
-"""Collectives, process groups, `fully_shard`, and the policies of torch's own wrappers.
-
-Obsolete when torch types them, and tells the state of a module of `fully_shard`.
-"""
+"""Collectives, process groups, `fully_shard`, and the policies of torch's own wrappers."""
 
 # pyright: reportPrivateUsage=false
 import contextlib
@@ -35,11 +32,8 @@ def collective_operators() -> dict[str, Any]:
         "alltoall_base_ send recv_ recv_any_source_"
     )
     c10d: Any = torch.ops.c10d
-    return {
-        name: getattr(c10d, name).default
-        for name in packets.split(" ")
-        if hasattr(c10d, name)
-    }
+    names = [name for name in packets.split(" ") if hasattr(c10d, name)]
+    return {name: getattr(c10d, name).default for name in names}
 
 
 def group_of(boxed: Any) -> Any:
@@ -54,15 +48,13 @@ def reduction(boxed: Any) -> str:
 
 def finished_work() -> Any:
     """Work that needs no waiting for, as an operator returns it."""
-    work = importlib.import_module("torch._C._distributed_c10d").FakeWork()
-    return work.boxed()
+    return importlib.import_module("torch._C._distributed_c10d").FakeWork().boxed()
 
 
 def start_gather(out: Tensor, part: Tensor, group: Any) -> Any:
     """Begins to gather the parts of all ranks into `out`; the result has `wait`.
 
-    torch 2.13 warns that this function is deprecated; 2.15 does not. Obsolete when 2.13 is no
-    longer supported.
+    torch 2.13 warns that this function is deprecated; 2.15 does not.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*gather.*")
@@ -84,21 +76,18 @@ def ranks_of(group: Any) -> list[int]:
 def picked_by(policy: Any, model: Any) -> dict[Any, dict[str, Any]]:
     """The modules, and options for each, that a policy of FSDP's picks out of a model.
 
-    The model itself is not among them where the policy is asked about one module after the
-    other. Obsolete when torch has a public way to ask a policy.
+    The model itself is not among them where the policy is asked about one module at a time.
     """
     if not callable(policy):
         return policy._run_policy(model, ignored_modules=set(), root_kwargs={})
-    from torch.distributed.fsdp import wrap
-
     chosen: dict[Any, dict[str, Any]] = {}
 
     def pick(module: Any) -> Any:
         chosen[module] = {}
         return module
 
-    walk: Any = wrap._recursive_wrap  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    walk(model, policy, pick, set(), set(), only_wrap_children=True)
+    wrap: Any = importlib.import_module("torch.distributed.fsdp.wrap")
+    wrap._recursive_wrap(model, policy, pick, set(), set(), only_wrap_children=True)
     return chosen
 
 
@@ -110,8 +99,7 @@ def is_fsdp_idle(module: Any) -> bool:
 def sharded_parameters(module: Any) -> list[Tensor]:
     """The tensors that a module holds for the parameters that `fully_shard` splits.
 
-    Parameters of inner modules that are sharded separately, and `ignored_params`, are left
-    out. Obsolete when torch lists these parameters.
+    Parameters of inner modules that are sharded separately, and `ignored_params`, are left out.
     """
     groups: Any = module._get_fsdp_state()._fsdp_param_groups
     places = [each._module_info for group in groups for each in group.fsdp_params]

@@ -1,7 +1,4 @@
-"""DTensors, and the results of collectives that are under way.
-
-Obsolete when DTensor makes its spec public.
-"""
+"""DTensors, and the results of collectives that are under way."""
 
 # pyright: reportPrivateUsage=false
 import sys
@@ -23,9 +20,8 @@ def placement(tensor: Tensor) -> Any:
     if kind is None:
         return None
     innermost: Any = unwrapped(tensor)
-    if not isinstance(innermost, kind) or is_mapped():
-        return None
-    return innermost._spec
+    is_spread = isinstance(innermost, kind) and not is_mapped()
+    return innermost._spec if is_spread else None
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -50,10 +46,7 @@ def _dtensor_class() -> Any:
 
 
 def is_under_way(tensor: Tensor) -> bool:
-    """Whether a tensor is the result of a collective that is still to be waited for.
-
-    Obsolete, with the function below, when such a tensor is a plain one after its wait.
-    """
+    """Whether a tensor is the result of a collective that is still to be waited for."""
     module = sys.modules.get("torch.distributed._functional_collectives")
     return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
 

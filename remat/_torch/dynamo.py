@@ -1,11 +1,6 @@
-"""Dynamo and the graphs that it makes.
-
-Obsolete when a library can tell torch.compile in public what a region is.
-"""
+"""Dynamo and the graphs that it makes."""
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -23,8 +18,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 # `call_unseen(around, function, *args)` is `around(function)(*args)`. Dynamo traces only the
-# function; AOTAutograd then runs `around` on Dynamo's graph of it. Obsolete when torch.compile
-# has a public way for a library to wrap a part of a graph.
+# function; AOTAutograd then runs `around` on Dynamo's graph of it.
 call_unseen: Callable[..., Any] = dynamo_bypassing_wrapper
 
 
@@ -78,10 +72,7 @@ def whole_graphs_in_parts() -> Generator[None]:
 
 
 def end_graph(why: str) -> None:
-    """Ends the graph that Dynamo makes; with `fullgraph=True` raises an error that says why.
-
-    Obsolete when `torch.compiler` has a public name for it.
-    """
+    """Ends the graph that Dynamo makes; with `fullgraph=True` raises an error that says why."""
     _torch._dynamo.graph_break(msg=why)
 
 
@@ -115,17 +106,15 @@ def _specialize_floats(context: Any) -> None:
         return
     config.specialize_float = True
     translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    translator.output.add_cleanup_hook(
-        lambda: setattr(config, "specialize_float", False)
-    )
+    undo = functools.partial(setattr, config, "specialize_float", False)
+    translator.output.add_cleanup_hook(undo)
 
 
 def trace_again() -> Exception:
     """An error by which a backend makes Dynamo trace the frame again from its beginning.
 
-    It has two base classes: the code that calls the backend lets the one pass, and Dynamo
-    forgets its earlier attempt because of the other. Obsolete when a backend may end the graph
-    at a node.
+    It has two base classes: the code that calls the backend lets the one pass, and Dynamo forgets
+    its earlier attempt because of the other. Obsolete when a backend may end the graph at a node.
     """
     exc: Any = _torch._dynamo.exc
     kinds = (exc.UnspecializeRestartAnalysis, exc.TensorifyScalarRestartAnalysis)
@@ -137,8 +126,7 @@ def traced_as(
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorates a function that users call so that Dynamo traces another one instead.
 
-    Outside a graph, and where the other function ends the graph, the function itself runs,
-    hidden from Dynamo.
+    Outside a graph, and where the other one ends the graph, it runs itself, hidden from Dynamo.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -4,8 +4,6 @@ Obsolete when the public names are as fast.
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import contextlib
 import importlib
 import operator
@@ -31,8 +29,7 @@ from remat._torch.modes import default_device, is_watched, num_function_modes
 requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 _guards: Any = importlib.import_module("torch._C._dynamo.guards")
-
-
+_OWN_KINDS = frozenset((Tensor, nn.Parameter, nn.Buffer))
 #: A name for all backends, or the precision of each, in the order of `_PRODUCTS`.
 Precision = str | tuple[str, ...]
 # The settings of what computes float32 products.
@@ -124,17 +121,13 @@ def is_quiet() -> bool:
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether `is_plain` is true of each."""
-    return _OWN_KINDS.issuperset(map(type, tensors)) and not any(
-        map(is_wrapped, tensors)
-    )
+    are_own = _OWN_KINDS.issuperset(map(type, tensors))
+    return are_own and not any(map(is_wrapped, tensors))
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is neither wrapped by a transform nor of a foreign subclass."""
     return type(tensor) in _OWN_KINDS and not is_wrapped(tensor)
-
-
-_OWN_KINDS = frozenset((Tensor, nn.Parameter, nn.Buffer))
 
 
 def is_under_reverse_mode() -> bool:
@@ -163,7 +156,7 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     These are torch.compile's own guards. They take a tenth of the time of reading the
     metadata in Python. They also fail if autocast or inference mode differs, and if one of
     the check and its making is under torch.func and the other is not. Under autocast it
-    also matters which tensors are cast each time. Obsolete when torch has a public name.
+    also matters which tensors are cast each time.
     """
     guards = _guards.TensorGuards(
         *tensors,
@@ -177,10 +170,7 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def wrapped_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A `tensor_guard` for tensors that reverse mode of torch.func may have wrapped.
-
-    `is_told_by_wrapper` must be true of each of them.
-    """
+    """A `tensor_guard` for tensors of which `is_told_by_wrapper` is true, wrapped or not."""
     check = tensor_guard(tensors)
     unwanted = [k for k, tensor in enumerate(tensors) if not tensor.requires_grad]
 
@@ -236,6 +226,6 @@ def state_guard() -> Callable[[], bool]:
     """A check that this thread's autocast, default dtype and determinism are as now.
 
     This is torch.compile's own guard, which also checks grad mode and the number of threads.
-    It takes a fifth of the time of reading them. Obsolete when torch has a public name.
+    It takes a fifth of the time of reading them.
     """
     return _guards.GlobalStateGuard().check

@@ -1,7 +1,4 @@
-"""Code that runs outside of every transform and every mode of the caller.
-
-Obsolete when torch has one public context for that.
-"""
+"""Code that runs outside of every transform and every mode of the caller."""
 
 # pyright: reportPrivateUsage=false
 import contextlib
@@ -60,12 +57,8 @@ def without_inference_mode() -> Generator[None]:
 def _without_saving_hooks() -> Generator[None]:
     """Takes the caller's saved-tensor hooks away: they would be given fake tensors."""
     autograd: Any = cast("Any", torch._C)._autograd
-    hooks: list[Any] = []
-    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(top)
-        autograd._pop_saved_tensors_default_hooks()
-    try:
+    with contextlib.ExitStack() as undo:
+        while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+            undo.callback(autograd._push_saved_tensors_default_hooks, *top)
+            autograd._pop_saved_tensors_default_hooks()
         yield
-    finally:
-        for pair in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(*pair)

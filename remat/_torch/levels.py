@@ -38,11 +38,22 @@ _grad_mode: Any = torch.autograd.grad_mode
 
 # (a tensor) -> the level of the transform that wrapped it, -1 where none has, -2 where it ended.
 level_of: Callable[[Tensor], int] = functorch.maybe_get_level
-
-
+is_wrapped: Callable[[Tensor], bool] = functorch.is_functorch_wrapped_tensor
+# (a tensor, a grad or jvp level) -> what that level wraps, or the tensor itself.
+unwrap_at: Callable[[Tensor, int], Tensor] = functorch._unwrap_for_grad
+# (a tensor, a grad or jvp level) -> the tensor as that level sees it.
+wrap_at: Callable[[Tensor, int], Tensor] = functorch._wrap_for_grad
+# () -> a context whose body runs outside every torch.func transform.
+leave_functorch: Callable[[], contextlib.AbstractContextManager[Any]] = (
+    pyfunctorch.temporarily_clear_interpreter_stack
+)
+_Kind = functorch_c.TransformType
 # A look-up is faster than asking an enumeration for a name.
-_KINDS = {
-    key: name.lower() for name, key in functorch_c.TransformType.__members__.items()
+_KINDS = {key: name.lower() for name, key in _Kind.__members__.items()}
+# The functions in a graph of Dynamo that take a level, and the place of that argument.
+_LEVELS = {
+    **dict.fromkeys(("_remove_batch_dim", "_wrap_for_grad", "_unwrap_for_grad"), 1),
+    "_add_batch_dim": 2,
 }
 
 
@@ -62,25 +73,9 @@ def current_interpreter() -> tuple[str, Any] | None:
 @contextlib.contextmanager
 def lowered(interpreter: Any) -> Generator[None]:
     """Runs the body below `interpreter`, with both modes of differentiation on."""
-    with (
-        torch.enable_grad(),
-        dual_levels._set_fwd_grad_enabled(True),
-        interpreter.lower(),
-    ):
+    forward_mode = dual_levels._set_fwd_grad_enabled(True)
+    with torch.enable_grad(), forward_mode, interpreter.lower():
         yield
-
-
-# () -> a context whose body runs outside every torch.func transform.
-leave_functorch: Callable[[], contextlib.AbstractContextManager[Any]] = (
-    pyfunctorch.temporarily_clear_interpreter_stack
-)
-
-
-# (a tensor, a grad or jvp level) -> what that level wraps, or the tensor itself.
-unwrap_at: Callable[[Tensor, int], Tensor] = functorch._unwrap_for_grad
-
-# (a tensor, a grad or jvp level) -> the tensor as that level sees it.
-wrap_at: Callable[[Tensor, int], Tensor] = functorch._wrap_for_grad
 
 
 def all_wrapped_at(tensors: Sequence[Tensor], level: int) -> tuple[Tensor, ...]:
@@ -102,11 +97,11 @@ def short_levels() -> ShortLevels | None:
     stack: Any = functorch.get_interpreter_stack()
     if stack is None or len(stack) > 2 or dual_levels._current_level >= 0:
         return None
-    if stack[-1].key() != functorch_c.TransformType.Grad:
+    if stack[-1].key() != _Kind.Grad:
         return None
     if len(stack) == 1:
         return ShortLevels(stack[-1].level(), None)
-    if stack[0].key() != functorch_c.TransformType.Vmap:
+    if stack[0].key() != _Kind.Vmap:
         return None
     return ShortLevels(stack[-1].level(), pyfunctorch.coerce_cinterpreter(stack[0]))
 
@@ -138,12 +133,9 @@ def unwrap_dead(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors
 
 
-is_wrapped: Callable[[Tensor], bool] = functorch.is_functorch_wrapped_tensor
-
-
 def unwrapped(tensor: Tensor) -> Tensor:
     """The tensor below all torch.func wrappers."""
-    while functorch.is_functorch_wrapped_tensor(tensor):
+    while is_wrapped(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
 
@@ -158,7 +150,7 @@ def all_unwrapped(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def below(tensor: Tensor) -> Tensor | None:
     """The tensor below the outermost torch.func wrapper, None where there is none."""
-    if not functorch.is_functorch_wrapped_tensor(tensor):
+    if not is_wrapped(tensor):
         return None
     # A trace sees what users' code touches, and knows the tensor but not what it wraps.
     with without_torch_function():
@@ -169,7 +161,6 @@ def versions_below(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """How often each tensor was written to, below all torch.func wrappers.
 
     A wrapper has a counter of its own, which misses writes to the tensor that it wraps.
-    Obsolete when autograd looks at the counter of the wrapped tensor.
     """
     return versions_of(all_unwrapped(tensors))
 
@@ -192,7 +183,7 @@ def requires_grad_anywhere(tensor: Tensor) -> bool:
     """Whether some level of reverse mode, torch.func's or autograd's, wants a gradient."""
     if tensor.requires_grad:
         return True
-    if not functorch.is_functorch_wrapped_tensor(tensor):
+    if not is_wrapped(tensor):
         return False
     # A trace sees what users' code touches, and knows the tensor but not what it wraps.
     with without_torch_function():
@@ -207,7 +198,7 @@ def is_differentiated_below(tensors: Sequence[Tensor]) -> bool:
 def is_pushed_below() -> bool:
     """Whether a level below this one is one of forward mode."""
     stack: Any = functorch.get_interpreter_stack() or ()
-    return any(each.key() == functorch_c.TransformType.Jvp for each in stack[:-1])
+    return any(each.key() == _Kind.Jvp for each in stack[:-1])
 
 
 def is_followed(tensor: Tensor) -> bool:
@@ -223,11 +214,9 @@ def is_followed(tensor: Tensor) -> bool:
 def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:
     """Gives a tensor a new value, below the transforms that have not wrapped it.
 
-    This is how a kernel writes its statistics. torch.func refuses an in-place operator on
-    a tensor from outside. Obsolete when it permits one where no gradient flows.
-
-    A write that is `unseen`, as a kernel's of statistics, leaves the tensor's version, so that
-    a backward that saved it does not raise. Obsolete when torch's kernels declare such writes.
+    torch.func refuses an in-place operator on a tensor from outside. Obsolete when it permits one
+    where no gradient flows. A write that is `unseen`, as a kernel's of statistics, leaves the
+    tensor's version, so that a backward that saved it does not raise.
     """
     active = current_interpreter()
     if active is not None and active[0] in {"grad", "jvp"}:
@@ -244,14 +233,14 @@ def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:
 def version_kept(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Inside, writes to a tensor do not count: no backward that saved it will raise."""
     each = [tensor]
-    while functorch.is_functorch_wrapped_tensor(each[-1]):
+    while is_wrapped(each[-1]):
         each.append(functorch.get_unwrapped(each[-1]))
     return _grad_mode._unsafe_preserve_version_counter(tuple(each))
 
 
 def is_mapped() -> bool:
     stack = functorch.get_interpreter_stack() or ()
-    return any(each.key() == functorch_c.TransformType.Vmap for each in stack)
+    return any(each.key() == _Kind.Vmap for each in stack)
 
 
 def dual_level_is_active() -> bool:
@@ -262,10 +251,9 @@ def dual_level_is_active() -> bool:
 def no_dual_level() -> contextlib.AbstractContextManager[None]:
     """Hides forward mode from code that runs below it, such as a fake mode's.
 
-    If the arguments of a call do not match one overload, torch prints them before it tries
-    the next. Printing a tensor asks for its tangent, which fails below autograd and leaves
-    the thread's dispatch state broken. Obsolete when a trace of torch.func.jvp over
-    `x.lerp_(y, w)` works on plain torch.
+    If the arguments of a call do not match one overload, torch prints them before it tries the
+    next. Printing a tensor asks for its tangent, which fails below autograd and leaves the
+    thread's dispatch state broken. Obsolete when torch can trace a jvp over `x.lerp_(y, w)`.
     """
     return attributes_as(dual_levels, _current_level=-1)
 
@@ -288,32 +276,19 @@ def dual_level_told() -> Generator[None]:
     be noticed, and lost. Obsolete when AOTAutograd runs what torch.func.jvp runs.
     """
     stack: Any = functorch.get_interpreter_stack() or ()
-    jvp = functorch.TransformType.Jvp
-    if dual_levels._current_level >= 0 or all(each.key() != jvp for each in stack):
+    is_known = dual_levels._current_level >= 0
+    if is_known or all(each.key() != _Kind.Jvp for each in stack):
         yield
         return
-    nesting = _transforms.JVP_NESTING + 1
-    with (
-        attributes_as(dual_levels, _current_level=0),
-        attributes_as(_transforms, JVP_NESTING=nesting),
-    ):
+    opened = attributes_as(dual_levels, _current_level=0)
+    with opened, attributes_as(_transforms, JVP_NESTING=_transforms.JVP_NESTING + 1):
         yield
-
-
-# The functions in a graph of Dynamo that take a level, and the place of that argument.
-_LEVELS = {
-    "_add_batch_dim": 2,
-    "_remove_batch_dim": 1,
-    "_wrap_for_grad": 1,
-    "_unwrap_for_grad": 1,
-}
 
 
 def at_current_level(module: fx.GraphModule) -> fx.GraphModule:
     """A graph of Dynamo with its levels of torch.func renumbered for the active transforms.
 
     Dynamo numbers the levels by the transforms that were active where it traced the graph.
-    Obsolete when its graphs count levels from where they run.
     """
     places = {
         node: _LEVELS[name]

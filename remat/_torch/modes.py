@@ -1,7 +1,4 @@
-"""The dispatch modes and torch-function modes of a thread.
-
-Obsolete when torch makes the stacks of modes public.
-"""
+"""The dispatch modes and torch-function modes of a thread."""
 
 # pyright: reportPrivateUsage=false
 import abc
@@ -43,29 +40,28 @@ class DispatchMode(TorchDispatchMode, abc.ABC):
         """Runs an operator, or something in its place, and returns the result."""
 
 
-# Runs the body below autograd: nothing is recorded, no view knows its base, and tensors that
-# share memory do not share a version counter. It is cheaper than `torch.no_grad` by a tenth
-# of an operator's overhead. Obsolete when torch has a public name for it. Inference mode will
-# not do, because its tensors may not be saved for a backward.
+# Runs the body below autograd: nothing is recorded, no view knows its base, and tensors that share
+# memory do not share a version counter. It is cheaper than `torch.no_grad` by a tenth of an
+# operator's overhead; tensors of inference mode could not be saved for a backward.
 below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = (
     torch._C._AutoDispatchBelowADInplaceOrView
 )
-
-
-def is_watched() -> bool:
-    """Whether a dispatch mode hears each operator on this thread."""
-    return torch._C._len_torch_dispatch_stack() > 0
-
-
 # The dispatch modes of this thread, the innermost last.
 dispatch_modes: Callable[[], Sequence[Any]] = _get_current_dispatch_mode_stack
 # () -> a context whose body is hidden from the torch-function modes, such as a trace's.
-# Obsolete when torch makes public the switch that leaves subclasses enabled.
 without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = (
     torch._C.DisableTorchFunction
 )
 # Whether subclasses and modes handle functions of torch on this thread.
 torch_function_state: Callable[[], Any] = _torch._C._get_torch_function_state
+#: How many torch-function modes this thread has; a default device is one of them.
+num_function_modes: Callable[[], int] = _torch._C._len_torch_function_stack
+_BY_SCALAR = frozenset({torch.ops.aten.mul.Scalar, torch.ops.aten.add.Scalar})
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode hears each operator on this thread."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def hear_names() -> bool:
@@ -81,8 +77,7 @@ def run_in_mode(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     Forward mode has zeros without memory, for which torch has special kernels that run before
     a mode. Those of `_BY_SCALAR` pass such zeros on, and the next kernel reads memory that is
     not there: a segmentation fault. Obsolete when `aten.mul.Scalar` of
-    `torch._efficientzerotensor` works under a mode that only runs it (in torch 2.13 and 2.15
-    it does not).
+    `torch._efficientzerotensor` works under a mode that only runs it (not in torch 2.15).
     """
     if op in _BY_SCALAR and args[0]._is_zerotensor():
         given = args[0]
@@ -91,15 +86,11 @@ def run_in_mode(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     return op(*args, **kwargs)
 
 
-_BY_SCALAR = frozenset({torch.ops.aten.mul.Scalar, torch.ops.aten.add.Scalar})
-
-
 @contextlib.contextmanager
 def torch_function_as(state: Any) -> Generator[None]:
     """Restores, inside, an earlier `torch_function_state`.
 
     `loss.backward()` turns subclasses off while it runs, if the loss is of a subclass.
-    Obsolete when it does not.
     """
     before = torch_function_state()
     _torch._C._set_torch_function_state(state)
@@ -107,10 +98,6 @@ def torch_function_as(state: Any) -> Generator[None]:
         yield
     finally:
         _torch._C._set_torch_function_state(before)
-
-
-#: How many torch-function modes this thread has; a default device is one of them.
-num_function_modes: Callable[[], int] = _torch._C._len_torch_function_stack
 
 
 def default_device() -> torch.device | None:
@@ -131,12 +118,9 @@ def with_default_device(device: torch.device | None) -> Generator[None]:
     """Runs the body under a default device of this thread, or under none."""
     if device == default_device():
         yield
-    elif device is not None:
-        with device:
-            yield
-    else:
-        with _without_default_device():
-            yield
+        return
+    with device or _without_default_device():
+        yield
 
 
 @contextlib.contextmanager
@@ -157,8 +141,7 @@ def _without_default_device() -> Generator[None]:
 def is_below_autograd() -> bool:
     """Whether a mode that is asked now is below autograd, which records nothing of it.
 
-    A mode meets operators that C++ calls (TorchScript's interpreter) only there. Obsolete
-    when such calls are torch functions.
+    A mode meets operators that C++ calls (TorchScript's interpreter) only there.
     """
     key = torch._C.DispatchKey.AutogradFunctionality
     return torch._C._dispatch_tls_is_dispatch_key_excluded(key)

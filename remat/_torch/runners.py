@@ -1,12 +1,6 @@
-"""What runs a graph as a whole: code that Inductor compiles, and torch's own interpreter.
-
-Obsolete when `torch._inductor.compile` loses its underscore, and torch has a public way to run
-a list of operators in one call.
-"""
+"""What runs a graph as a whole: code that Inductor compiles, and torch's own interpreter."""
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import importlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,15 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from remat._torch.schemas import OpOverload
+from remat._torch.schemas import OpOverload, schema_of
 
 #: Inductor would move the gradients of weights to the end, and keep all their inputs until
 #: then. The order of a program already holds least. The look-up has checked the sizes.
-_INDUCTOR = {
-    "reorder_for_locality": False,
-    "reorder_for_peak_memory": False,
-    "size_asserts": False,
-}
+_INDUCTOR = dict.fromkeys(
+    ("reorder_for_locality", "reorder_for_peak_memory", "size_asserts"), False
+)
 
 
 def inductor(
@@ -55,11 +47,7 @@ _interpreter: Any = torch._C
 
 
 class Interpreted:
-    """A graph for torch's own interpreter: no Python runs between its operators.
-
-    It runs as it is written: TorchScript's fusion and specialization are off. The API is the
-    same in torch 2.13 and 2.15.
-    """
+    """A graph for torch's own interpreter: no Python between operators, and no fusion."""
 
     def __init__(self) -> None:
         self._graph: Any = _interpreter.Graph()
@@ -76,12 +64,10 @@ class Interpreted:
         Raises:
             LookupError: the interpreter finds another overload for these arguments.
         """
-        schema: Any = op._schema
-        inputs = [
-            self._argument(arguments[declared.name], declared.type)
-            for declared in schema.arguments
-        ]
-        node = self._node(schema.name, inputs, len(schema.returns))
+        schema = schema_of(op)
+        given = [(arguments[each.name], each.type) for each in schema.arguments]
+        inputs = [self._insert_argument(*each) for each in given]
+        node = self._insert_node(schema.name, inputs, len(schema.returns))
         made = list(node.outputs())
         for each, declared in zip(made, schema.returns, strict=True):
             each.setType(declared.type)
@@ -91,13 +77,15 @@ class Interpreted:
 
     def unpack(self, tensors: Any, count: int) -> list[Any]:
         """The members of a list of tensors."""
-        return list(self._node("prim::ListUnpack", [tensors], count).outputs())
+        return list(self._insert_node("prim::ListUnpack", [tensors], count).outputs())
 
     def function(
         self, outputs: Sequence[Any]
     ) -> Callable[[list[Tensor]], list[Tensor]]:
         """The graph as a function of a list, which it empties, that returns these values."""
-        self._graph.registerOutput(self._list(outputs, _interpreter.TensorType.get()))
+        self._graph.registerOutput(
+            self._insert_list(outputs, _interpreter.TensorType.get())
+        )
         run: Any = _interpreter._create_function_from_graph("remat", self._graph)
 
         def as_written(inputs: list[Tensor]) -> list[Tensor]:
@@ -112,10 +100,10 @@ class Interpreted:
 
         return as_written
 
-    def _node(self, kind: str, inputs: Sequence[Any], count: int) -> Any:
+    def _insert_node(self, kind: str, inputs: Sequence[Any], count: int) -> Any:
         return self._graph.insertNode(self._graph.create(kind, list(inputs), count))
 
-    def _argument(self, argument: Any, declared: Any) -> Any:
+    def _insert_argument(self, argument: Any, declared: Any) -> Any:
         if isinstance(argument, _interpreter.Value):
             return argument
         if argument is None:
@@ -123,17 +111,16 @@ class Interpreted:
         if isinstance(declared, _interpreter.OptionalType):
             declared = declared.getElementType()
         if isinstance(argument, (list, tuple)):
-            return self._list(
-                cast("Sequence[Any]", argument), declared.getElementType()
-            )
+            items = cast("Sequence[Any]", argument)
+            return self._insert_list(items, declared.getElementType())
         if isinstance(argument, torch.memory_format):
             argument = _MEMORY_FORMATS.index(argument)
         if str(declared) == "float":
             argument = float(argument)
         return self._graph.insertConstant(argument)
 
-    def _list(self, items: Sequence[Any], declared: Any) -> Any:
-        made = [self._argument(item, declared) for item in items]
-        node = self._node("prim::ListConstruct", made, 1)
+    def _insert_list(self, items: Sequence[Any], declared: Any) -> Any:
+        made = [self._insert_argument(item, declared) for item in items]
+        node = self._insert_node("prim::ListConstruct", made, 1)
         node.output().setType(_interpreter.ListType(declared))
         return node.output()

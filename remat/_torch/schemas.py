@@ -1,11 +1,6 @@
-"""Operators: what torch knows of them, and how this package makes its own.
-
-Obsolete when overloads show their schemas and torch annotates torch.library.
-"""
+"""Operators: what torch knows of them, and how this package makes its own."""
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import functools
 import operator
 import types
@@ -20,9 +15,11 @@ from torch._decomp import (
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 OpOverload = torch._ops.OpOverload
-OpOverloadPacket = torch._ops.OpOverloadPacket
-# The schema of an operator of `torch.ops`. Obsolete when overloads show theirs.
+# The schema of an operator of `torch.ops`.
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+# Whether an operator has a kernel of its own for a dispatch key, both by their names.
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+_STRUCTURED = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.Meta)
 
 
 def bindings(op: Any) -> Iterator[Callable[..., Any]]:
@@ -31,10 +28,8 @@ def bindings(op: Any) -> Iterator[Callable[..., Any]]:
     A call takes a third of the time of a call by `torch.ops`. Which operator it reaches
     depends on the arguments. Obsolete when calls of overloads are as cheap.
     """
-    name = op.overloadpacket.__name__
-    inner: Any = torch._C
-    homes: tuple[Any, ...] = (torch, Tensor, inner._nn)
-    for home in homes:
+    name, inner = op.overloadpacket.__name__, vars(torch._C)
+    for home in (torch, Tensor, inner["_nn"]):
         found = getattr(home, name, None)
         if isinstance(found, (types.BuiltinFunctionType, types.MethodDescriptorType)):
             yield found
@@ -46,32 +41,27 @@ def out_variant(op: Any) -> tuple[OpOverload, str] | None:
 
     Only where both forms are one kernel, as torch's "structured" operators are: of others
     the writing form has no kernel for meta tensors, or copies what the first form returns.
-    Obsolete when torch has a public name for the pair.
     """
     for name in op.overloadpacket.overloads():
         found: OpOverload = getattr(op.overloadpacket, name)
         *given, written = schema_of(found).arguments or (None,)
-        if written is None or not written.is_out or not _are_alike(given, op):
+        if written is None or not written.is_out:
             continue
-        if all(map(found.has_kernel_for_dispatch_key, _WITH_STRUCTURED_KERNELS)):
+        is_alike = told_apart_by(given) == told_apart_by(schema_of(op).arguments)
+        if is_alike and all(map(found.has_kernel_for_dispatch_key, _STRUCTURED)):
             return found, written.name
     return None
 
 
-_WITH_STRUCTURED_KERNELS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.Meta)
-
-
-def _are_alike(arguments: Sequence[Any], op: Any) -> bool:
-    """Whether these are declared as the arguments of an operator are."""
-    declared = [(each.name, str(each.type)) for each in schema_of(op).arguments]
-    return [(each.name, str(each.type)) for each in arguments] == declared
+def told_apart_by(arguments: Sequence[Any]) -> list[tuple[str, str, bool]]:
+    """What overloads are told apart by: names and types of arguments, and which need a keyword."""
+    return [(each.name, str(each.type), each.kwarg_only) for each in arguments]
 
 
 def is_composite(op: Any) -> bool:
     """Whether an operator is made of other operators, on every device.
 
-    The dispatcher raises for overloads that only TorchScript has, such as the
-    `aten.mul.default` of two numbers.
+    The dispatcher raises for overloads that only TorchScript has, as for `mul` of two numbers.
     """
     is_known = torch._C._dispatch_has_kernel(op.name())
     return is_known and has_kernel(op.name(), "CompositeImplicitAutograd")
@@ -80,19 +70,12 @@ def is_composite(op: Any) -> bool:
 def made_of_others(op: Any) -> Callable[..., Any] | None:
     """What an operator without a derivative is made of, None if it has one or that is unknown.
 
-    Such as the backward of silu: torch takes another formula for a gradient that is to be
-    differentiated. Obsolete when torch gives `_decomp` a public name.
+    Such as the backward of silu: torch has another formula for gradients to be differentiated.
     """
-    if op in _MADE_OF_OTHERS:
-        return _MADE_OF_OTHERS[op]
+    if op is torch.ops.aten.native_group_norm_backward.default:
+        return decomposition_table[op]  # pyright: ignore[reportUnknownVariableType]
     is_made = isinstance(op, OpOverload) and is_composite(op)
     return op.decompose if is_made else None
-
-
-_GROUP_NORM = torch.ops.aten.native_group_norm_backward.default
-_MADE_OF_OTHERS: dict[Any, Callable[..., Any]] = {
-    _GROUP_NORM: decomposition_table[_GROUP_NORM]
-}
 
 
 def has_first_order_formula(op: Any) -> bool:
@@ -104,10 +87,6 @@ def has_first_order_formula(op: Any) -> bool:
     return op is torch.ops.aten.cumprod.default
 
 
-# Whether an operator has a kernel of its own for a dispatch key, both by their names.
-has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
-
-
 def has_kernel_on(device_type: str, name: str) -> bool:
     """Whether an operator has a kernel of its own for a kind of device."""
     return has_kernel(name, torch._C._dispatch_key_for_device(device_type))
@@ -116,8 +95,7 @@ def has_kernel_on(device_type: str, name: str) -> bool:
 def needs_grad_mode(op: Any) -> bool:
     """Whether a kernel looks at grad mode to learn if a backward will follow.
 
-    mkldnn's recurrent layers return no workspace without grad mode. Obsolete when they look
-    at their argument `train` instead.
+    mkldnn's recurrent layers return no workspace without grad mode.
     """
     return op is torch.ops.aten.mkldnn_rnn_layer.default
 
@@ -158,8 +136,7 @@ def define_composite(
 ) -> Any:
     """Makes an operator of other operators: the arguments of one, and more results behind its own.
 
-    The types of the results are named as in a schema. Torch differentiates and maps what it is
-    made of.
+    The types of results are named as in a schema. Torch differentiates and maps the parts.
     """
     name = like.overloadpacket.__name__
     given, _, returned = str(schema_of(like)).partition(" -> ")
@@ -176,12 +153,8 @@ def register_vmap(name: str, function: Callable[..., Any]) -> None:
 
 
 def leave_out_of_compilers(op: Any) -> None:
-    """Lets AOTAutograd drop an operator that returns nothing.
+    """Lets AOTAutograd drop an operator that returns nothing."""
 
-    Obsolete when it drops operators that only Dynamo's graphs should hold.
-    """
+    def dropped(*_: Any) -> None: ...
 
-    def nothing(*_: Any) -> None:
-        """Stands for the operator that is dropped."""
-
-    op.py_impl(FunctionalTensorMode)(nothing)
+    op.py_impl(FunctionalTensorMode)(dropped)

@@ -1,11 +1,6 @@
-"""Sizes that are symbols of a trace.
-
-Obsolete when torch.export's shape environment is public.
-"""
+"""Sizes that are symbols of a trace."""
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import functools
 import importlib
 import operator
@@ -16,15 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def shape_env_of(numbers: Iterable[int]) -> Any:
-    """The shape environment of the first symbol among some numbers, None without one."""
-    for number in numbers:
-        if isinstance(number, torch.SymInt):
-            return node_of(number).shape_env
-    return None
-
-
+# What torch knows of a symbol; torch does not type it.
+node_of: Callable[[Any], Any] = operator.attrgetter("node")
 #: The classes of a trace's numbers that depend on open sizes, and what they stand for.
 PLAIN: dict[type[Any], Callable[[Any], Any]] = {
     torch.SymInt: int,
@@ -32,6 +20,14 @@ PLAIN: dict[type[Any], Callable[[Any], Any]] = {
     torch.SymBool: bool,
 }
 SYMBOLIC = tuple(PLAIN)
+
+
+def shape_env_of(numbers: Iterable[int]) -> Any:
+    """The shape environment of the first symbol among some numbers, None without one."""
+    for number in numbers:
+        if isinstance(number, torch.SymInt):
+            return node_of(number).shape_env
+    return None
 
 
 class OpenSizes:
@@ -47,7 +43,9 @@ class OpenSizes:
         self._torch = symbolic
         self._text: Callable[[Any], str] = printers.PythonPrinter().doprint
         self._symbols: list[Any] = []
-        self._ranks: list[int] = []
+        #: Of which (tensor, dimension) it is the size, by the place of a symbol.
+        self._sizes: dict[int, tuple[int, int]] = {}
+        self._num_tensors = 0
         #: For each size and stride that was opened, in order, the Python text of what stands
         #: for it: a symbol, a product of symbols, or a constant.
         self.given: list[str] = []
@@ -62,24 +60,19 @@ class OpenSizes:
         self, shape: Sequence[int], stride: Sequence[int], fixed: Sequence[bool]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Sizes and strides of one tensor as symbols, those of `fixed` dimensions aside."""
-        dynamic = self._torch.DimDynamic
-        context = self._torch.StatelessSymbolicContext(
-            dynamic_sizes=[
-                dynamic.STATIC if each else dynamic.DYNAMIC for each in fixed
-            ]
-        )
+        how = self._torch.DimDynamic
+        kinds = [how.STATIC if each else how.DYNAMIC for each in fixed]
+        context = self._torch.StatelessSymbolicContext(dynamic_sizes=kinds)
         sources: Any = importlib.import_module("torch._dynamo.source")
-        like = torch.empty_strided(
-            [hint(size) for size in shape],
-            [hint(step) for step in stride],
-            device="meta",
-        )
+        source = sources.ConstantSource(f"given_{len(self.given)}")
+        layout = (tuple(map(hint, shape)), tuple(map(hint, stride)))
+        like = torch.empty_strided(*layout, device="meta")
         sizes, strides, _ = self.env.create_symbolic_sizes_strides_storage_offset(
-            like,
-            sources.ConstantSource(f"given_{len(self.given)}"),
-            symbolic_context=context,
+            like, source, symbolic_context=context
         )
-        self._ranks.append(len(sizes))
+        for dim in range(len(sizes)):
+            self._sizes[len(self._symbols) + dim] = (self._num_tensors, dim)
+        self._num_tensors += 1
         for number in (*sizes, *strides):
             self._symbols.append(symbol_expression(number))
             self.given.append(self._text(symbol_expression(number)))
@@ -92,16 +85,12 @@ class OpenSizes:
 
     def fixed_dimensions(self) -> tuple[tuple[int, int], ...]:
         """(tensor, dimension) whose size was a symbol, and which the trace needed as a number."""
-        found: list[tuple[int, int]] = []
-        start = 0
-        for tensor, rank in enumerate(self._ranks):
-            for dim in range(rank):
-                known = self._symbols[start + dim]
-                is_symbol = self.symbol(start + dim) is not None
-                if is_symbol and not self.env.replace(known).free_symbols:
-                    found.append((tensor, dim))
-            start += 2 * rank
-        return tuple(found)
+        return tuple(
+            size
+            for place, size in self._sizes.items()
+            if self.symbol(place) is not None
+            and not self.env.replace(self._symbols[place]).free_symbols
+        )
 
     def conditions(self) -> list[str]:
         """The conditions, in Python, under which the trace holds for other sizes."""
@@ -128,8 +117,7 @@ def _shape_env() -> type[Any]:
     class Env(symbolic.ShapeEnv):
         """Fixes the sizes behind a rounded number when that number is needed.
 
-        Torch itself evaluates an expression whose terms it may have reordered, and gets
-        other bits.
+        Torch would evaluate an expression whose terms it may have reordered, and get other bits.
         """
 
         def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
@@ -142,10 +130,6 @@ def _shape_env() -> type[Any]:
             return sym_node.hint
 
     return Env
-
-
-# What torch knows of a symbol; torch does not type it.
-node_of: Callable[[Any], Any] = operator.attrgetter("node")
 
 
 def symbol_expression(number: Any) -> Any:
@@ -177,26 +161,20 @@ def hint(number: Any) -> Any:
 
 def is_open(tensor: Tensor) -> bool:
     """Whether a size or stride of a tensor is a symbol of some trace."""
-    return any(
-        isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride())
-    )
+    numbers = (*tensor.shape, *tensor.stride())
+    return any(isinstance(number, torch.SymInt) for number in numbers)
 
 
 def number(symbol: Any) -> Any:
-    """The number that a symbol of torch.compile stands for, which is then guarded.
-
-    Anything else is returned as it is. Obsolete, like the next function, when graphs may hold
-    for all sizes.
-    """
+    """The number that a symbol stands for, which is then guarded; other numbers as they are."""
     return PLAIN[type(symbol)](symbol) if isinstance(symbol, SYMBOLIC) else symbol
 
 
 def why_open(symbol: Any) -> str:
     """Says what a symbol depends on that a guard must not fix; "" if on nothing.
 
-    That is a size that the user has marked by `torch._dynamo.mark_dynamic`, for which torch
-    raises if a guard fixes it; or a number that is known only from values. Obsolete when a
-    `SymInt` can be asked for its constraint.
+    That is a size that the user has marked by `torch._dynamo.mark_dynamic`, for which torch raises
+    if a guard fixes it; or a number that is known only from values.
     """
     if not isinstance(symbol, SYMBOLIC):
         return ""
@@ -206,10 +184,9 @@ def why_open(symbol: Any) -> str:
     for tracked in node.shape_env.tracked_fakes or ():
         constraints = getattr(tracked.symbolic_context, "constraint_sizes", ())
         for dim, constraint in enumerate(constraints):
-            is_asked = constraint is not None and not constraint.warn_only
-            size: Any = tracked.fake.shape[dim] if is_asked else None
-            if is_asked and not node.expr.free_symbols.isdisjoint(
-                symbol_expression(size).free_symbols
-            ):
+            if constraint is None or constraint.warn_only:
+                continue
+            marked = symbol_expression(tracked.fake.shape[dim]).free_symbols
+            if not marked.isdisjoint(node.expr.free_symbols):
                 return f"dimension {dim} of {tracked.source.name}, marked as dynamic"
     return ""

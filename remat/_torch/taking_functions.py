@@ -1,16 +1,10 @@
-"""Operators that take functions, such as `torch.cond`: which are known, and what they give them.
-
-Obsolete when such an operator tells which of its arguments are functions, which tensors these
-are given, and for which transforms it has a rule.
-"""
+"""Operators that take functions, such as `torch.cond`: which are known, and what they give them."""
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor, fx
@@ -41,8 +35,6 @@ _KNOWN: dict[str, Taking] = {
     "associative_scan": Taking({2: (0,)}),
     "flex_attention": Taking({7: (3,), 8: (4,)}, returning=()),
 }
-
-
 # A mode of flex attention's. Its module imports Dynamo, which takes a second.
 _BY_TENSORS = "torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex"
 
@@ -78,8 +70,7 @@ def require_rule(op: Any) -> None:
 
 def is_recorded(tensor: Tensor, tracer: Any) -> bool:
     """Whether a tensor is a value of the graph that this tracer fills."""
-    found = proxy_tensor.get_proxy_slot(unwrapped(tensor), tracer, None)
-    return found is not None
+    return proxy_tensor.get_proxy_slot(unwrapped(tensor), tracer, None) is not None
 
 
 def look_at(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -101,9 +92,7 @@ def look_at(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 def indexes_by_tensors() -> bool:
     """Whether a mode has `x[i]` read no number of a tensor `i`."""
     kinds = map(type, _get_current_function_mode_stack())
-    return any(
-        f"{kind.__module__}.{kind.__qualname__}" == _BY_TENSORS for kind in kinds
-    )
+    return _BY_TENSORS in [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
 
 
 def callable_for(op: Any) -> Any:
@@ -111,11 +100,8 @@ def callable_for(op: Any) -> Any:
     return _CALLED_BY.get(op, op)
 
 
-def _cond(mask: Any, yes: Any, no: Any, operands: Sequence[Any]) -> Any:
-    """`cond`, whose rule in torch gives one result alone where vmap maps the predicate.
-
-    Obsolete when it gives all.
-    """
+def _cond_of_batches(mask: Any, yes: Any, no: Any, operands: Sequence[Any]) -> Any:
+    """`cond`, whose rule in torch gives one result alone where vmap maps the predicate."""
     if not functorch.is_batchedtensor(mask):
         op: Any = torch.ops.higher_order.cond
         return op(mask, yes, no, operands)
@@ -125,7 +111,7 @@ def _cond(mask: Any, yes: Any, no: Any, operands: Sequence[Any]) -> Any:
 
 _LOOPS = {torch.ops.higher_order.while_loop, loops.while_loop, loops.gradients}
 _CALLED_BY: dict[Any, Any] = {
-    torch.ops.higher_order.cond: _cond,
+    torch.ops.higher_order.cond: _cond_of_batches,
     torch.ops.higher_order.while_loop: loops.while_loop,
 }
 
@@ -147,23 +133,21 @@ class Applied:
     @classmethod
     def to(
         cls, op: Any, args: Any, kwargs: Any, tensor: type
-    ) -> tuple[list[Any], Applied]:
+    ) -> tuple[list[Any], Self]:
         """What stands for tensors among arguments, and the operator around these."""
         tensors, frame = Frame.of((args, kwargs), tensor)
-        described = (str(frame.spec), *map(_described, frame.statics))
+        described = (str(frame.spec), *map(_described_static, frame.statics))
         return tensors, cls(op, frame, described)
 
     @property
     def loops(self) -> bool:
         """Whether it runs a loop whose number of iterations depends on numbers."""
-        graphs = [
-            module
-            for static in self.frame.statics
-            if isinstance(static, fx.GraphModule)
-            for module in static.modules()
-            if isinstance(module, fx.GraphModule)
+        taken = [
+            each for each in self.frame.statics if isinstance(each, fx.GraphModule)
         ]
-        called = {node.target for each in graphs for node in each.graph.nodes}
+        parts = [part for each in taken for part in each.modules()]
+        graphs = [each.graph for each in parts if isinstance(each, fx.GraphModule)]
+        called = {node.target for graph in graphs for node in graph.nodes}
         return not _LOOPS.isdisjoint({self.operator, *called})
 
     def __call__(self, *tensors: Tensor) -> Any:
@@ -176,12 +160,10 @@ class Applied:
         return str(self.operator)
 
 
-def _described(static: Any) -> Any:
+def _described_static(static: Any) -> Any:
     """What tells an argument that is no tensor from others."""
     if not isinstance(static, fx.GraphModule):
         return (type(static), repr(static))
-    held = [
-        _described(getattr(static, str(node.target)))
-        for node in static.graph.find_nodes(op="get_attr")
-    ]
+    names = [str(node.target) for node in static.graph.find_nodes(op="get_attr")]
+    held = [_described_static(getattr(static, name)) for name in names]
     return (str(static.graph), *held)

@@ -1,7 +1,4 @@
-"""What torch knows of a tensor by names that it has not made public.
-
-Obsolete when it does.
-"""
+"""What torch knows of a tensor by names that it has not made public."""
 
 # pyright: reportPrivateUsage=false
 import operator
@@ -13,7 +10,7 @@ from torch import Tensor, nn
 
 _torch: Any = torch
 
-# The function that a torch-function mode sees for `x.data = y`. Obsolete when torch names it.
+# The function that a torch-function mode sees for `x.data = y`.
 SET_DATA: Any = cast("Any", Tensor.data).__set__
 # For `x.grad`.
 GET_GRAD: Any = cast("Any", Tensor.grad).__get__
@@ -26,6 +23,10 @@ ASK_FOR_HISTORY: dict[Any, str] = {
     cast("Any", Tensor._version).__get__: "_version",
     Tensor.storage_offset: "storage_offset()",
 }
+# Whether autograd takes a tensor for a view.
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+# A number that no other living storage has.
+key_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 
 
 def overrides_functions(kind: type[Tensor]) -> bool:
@@ -35,12 +36,6 @@ def overrides_functions(kind: type[Tensor]) -> bool:
     if handler is _torch._C._disabled_torch_function_impl:
         return False
     return getattr(handler, "__func__", handler) is not plain.__func__
-
-
-# Whether autograd takes a tensor for a view.
-is_view: Callable[[Tensor], bool] = Tensor._is_view
-# A number that no other living storage has. Obsolete when torch makes one public.
-key_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 
 
 def tensor_without_data(kind: type[Any], like: Tensor) -> Any:

@@ -5,8 +5,6 @@ symbols included.
 """
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import contextlib
 import importlib
 import threading
@@ -32,6 +30,15 @@ from remat._torch.sizes import is_exact, is_open, symbol_expression
 from remat._torch.trees import tensor_leaves
 
 _torch: Any = torch
+MULTI_HEAD: Any = torch.nn.functional.multi_head_attention_forward
+_DEVICE: Any = _torch.ops.prim.device.default
+_tracing = threading.RLock()
+# () -> a context whose body is not recorded in the trace being made.
+unrecorded: Callable[[], contextlib.AbstractContextManager[Any]] = (
+    proxy_tensor.disable_proxy_modes_tracing
+)
+#: Whether `torch.jit.trace` records; a call of torch.jit.is_tracing costs a frame more.
+is_in_torchscript: Callable[[], bool] = torch._C._is_tracing
 
 
 def load_tracer() -> None:
@@ -40,44 +47,33 @@ def load_tracer() -> None:
 
 
 def traceable(func: Any) -> Any:
-    """The function itself, or one that does the same without reading numbers.
-
-    `F.one_hot` checks its classes by value unless the tensor is a fake one. It cannot see
-    that if a level of torch.func inside the trace (forward mode over reverse mode) wraps the
-    fake tensor. Obsolete when it can.
-
-    `nn.Parameter` calls `requires_grad_` of a fake tensor, but not of another, and every level
-    of torch.func refuses that. Obsolete when it makes both in one way.
-    """
-    if func is _REQUIRES_GRAD:
-        return _traceable_requires_grad
-    return _traceable_one_hot if func is _ONE_HOT else func
-
-
-_ONE_HOT: Any = torch.nn.functional.one_hot
-_REQUIRES_GRAD: Any = torch.Tensor.requires_grad_
+    """The function itself, or one that does the same in a trace, as torch's own cannot."""
+    return _TRACEABLE.get(func, func)
 
 
 def _traceable_requires_grad(tensor: Tensor, requires_grad: bool = True) -> Tensor:
-    if levels.is_wrapped(tensor):
-        return tensor.requires_grad_(requires_grad)
-    with levels.leave_functorch():
+    """What `nn.Parameter` calls of fake tensors alone; every level of torch.func refuses it."""
+    is_own = levels.is_wrapped(tensor)
+    with contextlib.nullcontext() if is_own else levels.leave_functorch():
         return tensor.requires_grad_(requires_grad)
 
 
 def _traceable_one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """Checks no class by value, as `F.one_hot` does unless it sees that a tensor is a fake one.
+
+    It does not if a level of torch.func inside the trace (as of `jvp(grad)`) wraps the fake.
+    """
     if num_classes < 0 or tensor.dtype != torch.int64:
-        return _ONE_HOT(tensor, num_classes)
+        return torch.nn.functional.one_hot(tensor, num_classes)
     # What torch itself computes for a fake tensor.
     classes = torch.arange(num_classes, device=tensor.device)
     return torch.eq(tensor.unsqueeze(-1), classes).to(torch.int64)
 
 
-MULTI_HEAD: Any = torch.nn.functional.multi_head_attention_forward
-
-
-def _never(_: Sequence[Tensor]) -> bool:
-    return False
+_TRACEABLE: dict[Any, Any] = {
+    torch.Tensor.requires_grad_: _traceable_requires_grad,
+    torch.nn.functional.one_hot: _traceable_one_hot,
+}
 
 
 def multi_head_under(mode: TorchFunctionMode) -> Callable[..., Any]:
@@ -86,33 +82,31 @@ def multi_head_under(mode: TorchFunctionMode) -> Callable[..., Any]:
     Once a mode has seen a function of torch, it does not see what that calls. Obsolete when
     torch has one operator for attention, with dropout and on every device.
     """
-    own = MULTI_HEAD.__globals__
+    known = dict(MULTI_HEAD.__globals__)
+    own = known["scaled_dot_product_attention"]
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         with mode:
-            return own["scaled_dot_product_attention"](*args, **kwargs)
+            return own(*args, **kwargs)
 
-    instead: dict[str, Any] = {
-        "has_torch_function": _never,
-        "scaled_dot_product_attention": attend,
-    }
+    def never(_: Any) -> bool:
+        return False
+
+    known |= {"scaled_dot_product_attention": attend, "has_torch_function": never}
     name, defaults = MULTI_HEAD.__name__, MULTI_HEAD.__defaults__
-    found = types.FunctionType(MULTI_HEAD.__code__, {**own, **instead}, name, defaults)
+    found = types.FunctionType(MULTI_HEAD.__code__, known, name, defaults)
     found.__kwdefaults__ = MULTI_HEAD.__kwdefaults__
     return found
-
-
-_tracing = threading.RLock()
 
 
 @contextlib.contextmanager
 def one_trace_at_a_time() -> Generator[None]:
     """Inside, no other thread traces or compiles, and a backward stays on this thread.
 
-    Torch's tracer patches `nn.Module`, and all threads share the record of what to put back;
-    ours patches the classes that it watches. A backward would use autograd's own threads for
-    devices. We must not wait for them here: what they run may itself wait to trace. Obsolete
-    when traces on two threads work on plain torch, and patch nothing.
+    Torch's tracer patches `nn.Module`, and all threads share the record of what to put back; ours
+    patches the classes that it watches. A backward would use autograd's own threads for devices,
+    which must not be waited for here: what they run may itself wait to trace. Obsolete when traces
+    patch nothing.
     """
     with _tracing, torch.autograd.set_multithreading_enabled(False):
         yield
@@ -125,41 +119,28 @@ def make_fx(
 ) -> fx.GraphModule:
     """The operators below autograd that `function` runs on the fake tensors `args`.
 
-    An operator that has a twin is recorded as the operators that its twin runs. The module
-    must not be called: no Python code is generated for it, because an argument named `from`
-    would make that code invalid.
+    An operator that has a twin is recorded as the operators that its twin runs. The module must
+    not be called: no Python code is generated for it, which an argument named `from` would break.
     """
-    is_open_ = any(map(is_open, args))
+    has_open_sizes = any(map(is_open, args))
 
     def run(*inputs: Tensor) -> Any:
         with ShapesAside():
-            if not is_open_:
+            if not has_open_sizes:
                 return function(*inputs)
             with proxy_tensor.maybe_enable_thunkify(), _SizesTracked():
                 return function(*inputs)
 
     with _use_lazy_graph_module(True), _compiled_functions_as_written():
-        return proxy_tensor.make_fx(
-            run,
-            decomposition_table=dict(twins),
-            tracing_mode="real",
-            _error_on_data_dependent_ops=True,
-        )(*args)
+        return proxy_tensor.make_fx(run, dict(twins), tracing_mode="real")(*args)
 
 
 @contextlib.contextmanager
 def _compiled_functions_as_written() -> Generator[None]:
-    """Lets compiled functions, which refuse to be traced, run uncompiled.
-
-    Obsolete when they do so in a trace by themselves.
-    """
+    """Lets compiled functions, which refuse to be traced, run uncompiled."""
     load_tracer()
-    config: Any = _torch._dynamo.config
-    with (
-        config.patch(error_on_nested_fx_trace=False),
-        dynamo_as_before(),
-        whole_graphs_in_parts(),
-    ):
+    unrefused = _torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+    with unrefused, dynamo_as_before(), whole_graphs_in_parts():
         yield
 
 
@@ -187,10 +168,7 @@ def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def put_for(tensor: Tensor, new: Tensor) -> None:
-    """Writes `new` to a tensor inside of `functionalized`.
-
-    `copy_` would do the same by a copy of its own.
-    """
+    """Writes `new` to a tensor inside of `functionalized`, as `copy_` does by a copy."""
     _torch._functionalize_replace(tensor, value_of(new))
     _torch._functionalize_commit_update(tensor)
     _torch._sync(tensor)
@@ -218,17 +196,13 @@ def value_of(tensor: Tensor) -> Tensor:
     return _torch._from_functional_tensor(tensor)
 
 
-_DEVICE: Any = _torch.ops.prim.device.default
-
-
 class ShapesAside(DispatchMode):
     """Hides from a trace the operators that torch runs on "meta" to find out shapes.
 
-    Functions that an operator takes run below the trace's own, and need another.
-    Forward mode's kernels for zeros without memory (`mul_zerotensor`, `add_zerotensor`) do
-    so if an operand has no tangent. All modes see these operators, and fake modes refuse
-    their tensors. Obsolete when a trace of torch.func.jvp over layer_norm with a constant
-    weight works on plain torch.
+    Forward mode's kernels for zeros without memory (`mul_zerotensor`, `add_zerotensor`) do so if
+    an operand has no tangent. All modes see these operators, and fake modes refuse their tensors.
+    Functions that an operator takes run below the trace's own mode, and need another. Obsolete
+    when torch can trace a jvp over layer_norm with a constant weight.
     """
 
     def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
@@ -251,10 +225,10 @@ class _SizesTracked(DispatchMode):
     """
 
     def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
-        given: Any = (args, kwargs)
         if proxy_is_active():
-            given = pytree.tree_map_only(torch.SymInt, _tracked_size, given)
-        return op(*given[0], **given[1])
+            given = (args, kwargs)
+            args, kwargs = pytree.tree_map_only(torch.SymInt, _tracked_size, given)
+        return op(*args, **kwargs)
 
 
 def _tracked_size(number: Any) -> Any:
@@ -262,11 +236,7 @@ def _tracked_size(number: Any) -> Any:
         return int(symbol_expression(number))
     if is_exact(number):
         tracer = active_tracer()
-
-        def size() -> Any:
-            return number
-
-        proxy = tracer.create_proxy("call_function", size, (), {})
+        proxy = tracer.create_proxy("call_function", lambda: number, (), {})
         proxy.node.meta["val"] = number
         tracer.symnode_tracker[number] = thunk.Thunk(lambda: proxy)
     return number
@@ -277,16 +247,8 @@ def proxy_is_active() -> bool:
     return is_watched() and proxy_tensor.get_proxy_mode() is not None
 
 
-#: Whether `torch.jit.trace` records; a call of torch.jit.is_tracing costs a frame more. Obsolete
-#: when torch has no TorchScript.
-is_in_torchscript: Callable[[], bool] = torch._C._is_tracing
-
-
 def is_in_compiler() -> bool:
-    """Whether AOTAutograd, torch.compile's second half, runs this thread's operators.
-
-    Obsolete when `torch.compiler` tells that from a trace by Dynamo.
-    """
+    """Whether AOTAutograd, torch.compile's second half, runs this thread's operators."""
     functional: Any = torch._C._TorchDispatchModeKey.FUNCTIONAL
     return _torch._C._get_dispatch_mode(functional) is not None
 
@@ -302,12 +264,6 @@ def active_tracer() -> Any:
     return mode.tracer
 
 
-# () -> a context whose body is not recorded in the trace being made.
-unrecorded: Callable[[], contextlib.AbstractContextManager[Any]] = (
-    proxy_tensor.disable_proxy_modes_tracing
-)
-
-
 def add_placeholder(tensor: Tensor, name: str) -> None:
     """Adds an input, found while the trace runs, to the graph being filled."""
     tracer = active_tracer()
@@ -320,8 +276,5 @@ def add_placeholder(tensor: Tensor, name: str) -> None:
 
 
 def own_parametrizations() -> contextlib.AbstractContextManager[None]:
-    """Inside, `torch.nn.utils.parametrize.cached()` has an empty cache of its own.
-
-    What it caches there comes from stand-ins. Obsolete when the cache is public.
-    """
+    """Inside, `torch.nn.utils.parametrize.cached()` has a cache of its own, for stand-ins."""
     return attributes_as(parametrize, _cache={})

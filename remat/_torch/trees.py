@@ -1,14 +1,9 @@
-"""Pytrees: leaves, paths and structure.
-
-Obsolete when torch.utils._pytree loses its underscore.
-"""
+"""Pytrees: leaves, paths and structure."""
 
 # pyright: reportPrivateUsage=false
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, final
+from typing import Any, Self, TypeVar, final
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -37,14 +32,9 @@ def is_array(leaf: object) -> bool:
     return hasattr(kind, "__array_interface__") and hasattr(kind, "__setitem__")
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of a pytree and what puts them together again."""
-    return pytree.tree_flatten(tree)
-
-
-def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
-    """The inverse of `flatten`."""
-    return pytree.tree_unflatten(leaves, spec)
+# The leaves of a pytree and what puts them together again; and the inverse.
+flatten: Callable[[Any], tuple[list[Any], Any]] = pytree.tree_flatten
+unflatten: Callable[[Sequence[Any], Any], Any] = pytree.tree_unflatten
 
 
 @final
@@ -58,7 +48,7 @@ class Frame:
     is_leaf: bool  # whether the pytree is a tensor itself
 
     @classmethod
-    def of(cls, tree: Any, kind: type = Tensor) -> tuple[list[Any], Frame]:
+    def of(cls, tree: Any, kind: type = Tensor) -> tuple[list[Any], Self]:
         """The tensors of a pytree, or what stands for these, and what is around them."""
         leaves, spec = flatten(tree)
         is_tensor = tuple(isinstance(leaf, kind) for leaf in leaves)
@@ -80,7 +70,7 @@ def leaves_with_path(tree: Any) -> list[tuple[list[str], Any]]:
 
     Parts of a type that was registered without names get numbers; torch's own function raises.
     """
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = flatten(tree)
     return list(zip(_paths_of_leaves(tree, spec), leaves, strict=True))
 
 
@@ -100,7 +90,5 @@ def _paths_of_leaves(tree: Any, spec: Any) -> list[list[str]]:
 
 
 def _path_key_text(key: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    names = ("key", "idx", "name")
+    return str(next((getattr(key, name) for name in names if hasattr(key, name)), key))
