@@ -7,8 +7,6 @@ It knows torch's own operators. An operator of a library (`torch.library.custom_
 `mutates_args=...`) is called on copies there, by an operator that returns the copies.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re
@@ -21,6 +19,7 @@ from torch import fx
 from remat._graph import operators
 from remat._graph.meta import TensorMeta
 from remat._torch import schemas, sizes, tracer
+from remat._torch.schemas import told_apart_by
 
 _aten = torch.ops.aten
 
@@ -35,9 +34,13 @@ def rename_fresh(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         pure = _pure_variant(node.target)
-        if pure is None or not _is_fresh_if_written(node.args[0], order, order[node]):
+        written = node.args[0] if node.args else None
+        if pure is None or not isinstance(written, fx.Node):
             continue
-        value = _result(pure, node)
+        # Fresh is memory that its node has made, and that has no alias yet.
+        seen = [user for user in written.users if order[user] < order[node]]
+        is_fresh = all(map(_owns_memory, [written, *seen]))
+        value = _pure_result(pure, node) if is_fresh else None
         if value is None:
             continue
         with graph.inserting_after(node):
@@ -45,7 +48,6 @@ def rename_fresh(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
         new.meta["val"] = value
         order[new] = order[node]
         yield node, new
-        written: Any = node.args[0]
         for user in [*written.users]:
             if order[user] > order[node]:
                 user.replace_input_with(written, new)
@@ -66,22 +68,14 @@ def _pure_variant(op: Any) -> Any | None:
     writes_first = written == [schema.arguments[0].name] and len(schema.returns) == 1
     if not writes_first or not name.endswith("_"):
         return None
-    return operators.PURE_OF.get(op) or _pure_overload(schema, name[:-1])
-
-
-def _pure_overload(schema: Any, name: str) -> Any | None:
-    """The overload of a pure operator that takes what this one takes."""
-    packet: Any = getattr(_aten, name, None)
-    keys: list[str] = [] if packet is None else packet.overloads()
-    for key in keys:
+    if op in operators.PURE_OF:
+        return operators.PURE_OF[op]
+    packet, own = getattr(_aten, name[:-1], None), told_apart_by(schema.arguments)
+    for key in packet.overloads() if packet else ():
         overload: Any = getattr(packet, key)
-        if _pure_arguments(schemas.schema_of(overload)) == _pure_arguments(schema):
+        if told_apart_by(schemas.schema_of(overload).arguments) == own:
             return overload
     return None
-
-
-def _pure_arguments(schema: Any) -> list[tuple[str, str, bool]]:
-    return [(each.name, str(each.type), each.kwarg_only) for each in schema.arguments]
 
 
 def _given_for(pure: Any, node: fx.Node) -> tuple[Any, ...]:
@@ -98,26 +92,17 @@ def _given_for(pure: Any, node: fx.Node) -> tuple[Any, ...]:
     return (*node.args, *(each.default_value for each in defaults))
 
 
-def _is_fresh_if_written(node: Any, order: dict[fx.Node, int], moment: int) -> bool:
-    """Whether a node that is written to made memory of its own, with no alias yet."""
-    if not isinstance(node, fx.Node) or not _owns_memory(node):
-        return False
-    return all(_owns_memory(user) for user in node.users if order[user] < moment)
-
-
 def _owns_memory(node: fx.Node) -> bool:
     """Whether what a node returns is one tensor that shares memory with no other."""
     op: Any = node.target
     if not isinstance(op, schemas.OpOverload) or op.namespace != "aten":
         return False
-    returned = schemas.schema_of(op).returns
-    is_tensor = len(returned) == 1 and isinstance(node.meta.get("val"), torch.Tensor)
-    return (
-        is_tensor and returned[0].alias_info is None and not operators.returns_view(op)
-    )
+    aliases = [each.alias_info for each in schemas.schema_of(op).returns]
+    is_tensor = aliases == [None] and isinstance(node.meta.get("val"), torch.Tensor)
+    return is_tensor and not operators.returns_view(op)
 
 
-def _result(pure: Any, node: fx.Node) -> torch.Tensor | None:
+def _pure_result(pure: Any, node: fx.Node) -> torch.Tensor | None:
     """The result of the pure operator, in the layout that the write would have left."""
     written = node.meta["val"]
     if operators.may_draw(pure):
@@ -147,7 +132,9 @@ def run_on_copies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     for name in reversed(written):
         tracer.put_for(given[name], returned.pop())
     results = [
-        returned.pop(0) if each.alias_info is None else given[_aliased(op, each)]
+        returned.pop(0)
+        if each.alias_info is None
+        else given[_argument_returned(op, each)]
         for each in schemas.schema_of(op).returns
     ]
     return results[0] if len(results) == 1 else (tuple(results) or None)
@@ -169,13 +156,9 @@ def _on_copies(op: Any, written: tuple[str, ...]) -> Callable[..., Any]:
 
     given = re.sub(r"Tensor\(\w+!?\)", "Tensor", str(schema).partition("(")[2])
     returns = [str(schema.returns[k].type) for k in own] + ["Tensor"] * len(written)
-    return schemas.define(
-        "_".join(("copied", *re.findall(r"\w+", operators.full_name(op)), *written)),
-        f"({given.rpartition(') -> ')[0]}) -> ({', '.join(returns)})",
-        run,
-        run,
-        (),
-    )
+    name = "_".join(("copied", *re.findall(r"\w+", operators.full_name(op)), *written))
+    declared = f"({given.rpartition(') -> ')[0]}) -> ({', '.join(returns)})"
+    return schemas.define(name, declared, kernel=run, fake=run)
 
 
 def written(node: fx.Node) -> list[fx.Node]:
@@ -210,7 +193,7 @@ def _written_arguments(op: Any) -> list[Any]:
     return [each for each in declared if each.alias_info and each.alias_info.is_write]
 
 
-def _aliased(op: Any, returned: Any) -> str:
+def _argument_returned(op: Any, returned: Any) -> str:
     """The argument that an in-place operator returns."""
     names = returned.alias_info.before_set
     return next(
