@@ -7,8 +7,6 @@ functional twin, which returns a new tensor, a wait, and a copy into the tensor 
 which all else here knows how to handle. What goes over the wire is the same.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,31 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._errors import TraceError, refusal
 from remat._torch import distributed
+from remat._torch.distributed import group_of
+from remat._tracing.refusals import untraceable
 
 _functional: Any = torch.ops._c10d_functional
 
 
 def functional_twins() -> Mapping[Any, Callable[..., Any]]:
     """For each operator behind a collective of `torch.distributed` what a trace runs."""
-    namespace = distributed.collective_operators()
-    found = {
-        namespace[name]: twin for name, twin in _TWINS.items() if name in namespace
+    return {
+        op: _TWINS.get(name, functools.partial(_refuse, op))
+        for name, op in distributed.collective_operators().items()
     }
-    others = set(namespace.values()) - set(found)
-    return {**found, **{op: functools.partial(_refuse, op) for op in others}}
 
 
 def _all_reduce(tensors: Sequence[Tensor], group: Any, op: Any, *_: Any) -> Any:
-    name = distributed.group_of(group).group_name
+    name, reduction = group_of(group).group_name, distributed.reduction(op)
     for tensor in tensors:
-        _write(tensor, _functional.all_reduce(tensor, distributed.reduction(op), name))
+        _write(tensor, _functional.all_reduce(tensor, reduction, name))
     return tensors, distributed.finished_work()
 
 
 def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, *_: Any) -> Any:
-    name = distributed.group_of(group).group_name
+    name = group_of(group).group_name
     for tensor in tensors:
         _write(tensor, _functional.broadcast(tensor, root, name))
     return tensors, distributed.finished_work()
@@ -58,12 +55,10 @@ def _gather_list(
         if any(out.shape != part.shape for out in row):
             # On each rank: one that went on would wait for the others.
             shapes = ", ".join(str([*out.shape]) for out in row)
-            raise refusal(
-                TraceError,
+            raise untraceable(
                 where="a call of torch.distributed.all_gather",
                 what=f"gathers parts of unlike shapes, {shapes}.",
-                why="A trace gathers all parts as one tensor, to which each rank adds as "
-                "much.",
+                why="A trace gathers all parts as one tensor, to which each rank adds as much.",
                 do='Pad the parts to one shape, or use engine="rerun".',
             )
         found = _gathered(part, group).view(len(row), *part.shape)
@@ -73,17 +68,15 @@ def _gather_list(
 
 
 def _gathered(part: Tensor, group: Any) -> Tensor:
-    group = distributed.group_of(group)
-    flat = part.reshape(-1)
-    found = _functional.all_gather_into_tensor(flat, group.size(), group.group_name)
+    size, name = group_of(group).size(), group_of(group).group_name
+    found = _functional.all_gather_into_tensor(part.reshape(-1), size, name)
     return _functional.wait_tensor(found)
 
 
 def _reduce_scatter(out: Tensor, whole: Tensor, group: Any, op: Any, *_: Any) -> Any:
-    group, name = distributed.group_of(group), distributed.reduction(op)
-    flat = whole.reshape(-1)
-    size = group.size()
-    _write(out, _functional.reduce_scatter_tensor(flat, name, size, group.group_name))
+    size, name = group_of(group).size(), group_of(group).group_name
+    how = (distributed.reduction(op), size, name)
+    _write(out, _functional.reduce_scatter_tensor(whole.reshape(-1), *how))
     return out, distributed.finished_work()
 
 
@@ -91,19 +84,12 @@ def _exchange(
     out: Tensor, whole: Tensor, group: Any, out_sizes: Any, sizes: Any, *_: Any
 ) -> Any:
     """An all-to-all: rows by the ranks they go to, no sizes meaning equal parts."""
-    group = distributed.group_of(group)
-    found = _functional.all_to_all_single(
-        whole.contiguous(),
-        _sizes_sent(out, out_sizes, group.size()),
-        _sizes_sent(whole, sizes, group.size()),
-        group.group_name,
-    )
-    _write(out, found)
+    count, name = group_of(group).size(), group_of(group).group_name
+    out_sizes = out_sizes or [out.shape[0] // count] * count
+    sizes = sizes or [whole.shape[0] // count] * count
+    given = (whole.contiguous(), out_sizes, sizes, name)
+    _write(out, _functional.all_to_all_single(*given))
     return distributed.finished_work()
-
-
-def _sizes_sent(tensor: Tensor, sizes: Sequence[int], num_ranks: int) -> Sequence[int]:
-    return sizes or [tensor.shape[0] // num_ranks] * num_ranks
 
 
 def _write(out: Tensor, found: Tensor) -> None:
@@ -122,8 +108,7 @@ _TWINS: dict[str, Callable[..., Any]] = {
 
 
 def _refuse(op: Any, *_: Any, **__: Any) -> Any:
-    raise refusal(
-        TraceError,
+    raise untraceable(
         where=f"a call of torch.distributed that runs {op}",
         what="cannot be traced.",
         why="It overwrites or sends tensors in a way that a graph cannot show.",

@@ -15,8 +15,8 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
-from remat._errors import TraceError, refusal
 from remat._torch import fakes
+from remat._tracing.refusals import untraceable
 from remat._user_lines import user_line
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
@@ -31,33 +31,34 @@ class LookUps:
 
     def call(self, func: Callable[..., Any], args: Sequence[Any]) -> Any:
         """The result of `x[i]` or `x[i] = y`; NotImplemented for any other call."""
-        if func is Tensor.__getitem__ and _is_look_up(args[1]):
-            found = _item_at(args[0], _indices(args[1]))
+        if func is not Tensor.__getitem__ and func is not Tensor.__setitem__:
+            return NotImplemented
+        tensor, index, *given = args
+        parts = _parts_of_index(index)
+        if given and _is_fill(tensor, index, *given):
+            new_dims = [None] * (tensor.dim() - index.dim())
+            tensor.masked_fill_(index[(..., *new_dims)], *given)
+            return None
+        if not any(map(_is_0d_index, parts)):
+            return NotImplemented
+        if not given:
+            found = _item_at(tensor, parts)
             self._made.append((found, found._version, user_line()))
             return found
-        if func is Tensor.__setitem__ and _is_fill(*args):
-            tensor, mask, value = args
-            new_dims = [None] * (tensor.dim() - mask.dim())
-            tensor.masked_fill_(mask[(..., *new_dims)], value)
-            return None
-        if func is Tensor.__setitem__ and _is_look_up(args[1]):
-            parts = _indices(args[1])
-            others = [each for each in parts if not _is_0d_index(each)]
-            if not any(isinstance(each, (Tensor, list)) for each in others):
-                # `x[i] += y` changes what was looked up, and puts it back here.
-                self._made = [each for each in self._made if each[0] is not args[2]]
-                return _set_item(args[0], parts, args[2])
-        return NotImplemented
+        others = [each for each in parts if not _is_0d_index(each)]
+        if any(isinstance(each, (Tensor, list)) for each in others):
+            return NotImplemented
+        # `x[i] += y` changes what was looked up, and puts it back here.
+        self._made = [each for each in self._made if each[0] is not given[0]]
+        return _set_item(tensor, parts, *given)
 
     def require_unchanged(self) -> None:
         """Refuses a function that has changed what it looked up."""
         for found, version, line in self._made:
             if found._version != version:
-                raise refusal(
-                    TraceError,
+                raise untraceable(
                     where=line,
-                    what="the result of `x[i]`, where `i` is a tensor, is changed "
-                    "in place.",
+                    what="the result of `x[i]`, where `i` is a tensor, is changed in place.",
                     why="In a trace `x[i]` is a gather and not a view, so `x` "
                     "would not change.",
                     do="Write x[i] = ..., or x[i] += ..., or pass `i` as an int.",
@@ -75,30 +76,24 @@ def _is_fill(tensor: Tensor, index: Any, value: Any) -> bool:
     )
 
 
-def _indices(index: Any) -> tuple[Any, ...]:
+def _parts_of_index(index: Any) -> tuple[Any, ...]:
     return cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (index,)
 
 
-def _is_look_up(index: Any) -> bool:
-    return any(map(_is_0d_index, _indices(index)))
-
-
 def _is_0d_index(part: Any) -> bool:
-    return (
-        isinstance(part, Tensor)
-        and part.dtype in _INTEGERS
-        and part.dim() == 0
-        and fakes.hides_its_number(part)
-    )
+    is_0d = isinstance(part, Tensor) and part.dtype in _INTEGERS and part.dim() == 0
+    return is_0d and fakes.hides_its_number(part)
 
 
 def _item_at(tensor: Tensor, parts: tuple[Any, ...]) -> Tensor:
-    found = torch.ops.aten.index.Tensor(tensor, _numbers(tensor, parts, _width))
+    found = torch.ops.aten.index.Tensor(
+        tensor, _numbers_by_dim(tensor, parts, _num_dims_indexed)
+    )
     others = tuple(part for part in parts if not _is_0d_index(part))
     return found[others] if others else found
 
 
-def _numbers(
+def _numbers_by_dim(
     tensor: Tensor, parts: tuple[Any, ...], width: Callable[[Any], int]
 ) -> list[Tensor | None]:
     """For each dimension of a tensor, whose `width` each part takes, the number that stands there."""
@@ -114,7 +109,7 @@ def _numbers(
     return numbers
 
 
-def _width(part: Any) -> int:
+def _num_dims_indexed(part: Any) -> int:
     """How many dimensions a part of an index is for."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
@@ -125,11 +120,11 @@ def _width(part: Any) -> int:
 
 def _set_item(tensor: Tensor, parts: tuple[Any, ...], value: Any) -> None:
     view = tensor[tuple(slice(None) if _is_0d_index(part) else part for part in parts)]
-    numbers = _numbers(view, parts, _kept)
+    numbers = _numbers_by_dim(view, parts, _num_dims_left)
     given = value if isinstance(value, Tensor) else view.new_full((), value)
     torch.ops.aten.index_put_.default(view, numbers, given.to(view.dtype))
 
 
-def _kept(part: Any) -> int:
+def _num_dims_left(part: Any) -> int:
     """How many dimensions a part of an index without a number leaves."""
     return 1 if part is None or isinstance(part, slice) or _is_0d_index(part) else 0

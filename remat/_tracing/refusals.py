@@ -1,5 +1,6 @@
 """The errors of functions and tensors that cannot be traced, wherever a region meets them."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from remat._user_lines import (
     warn,
 )
 
+untraceable = functools.partial(refusal, TraceError)
 _STRIDED = torch.strided  # the look-up in `torch` takes longer than the comparison
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
 _TAKE_FUNCTIONS = (torch.__path__[0] + "/_higher_order_ops/", taking_functions.__file__)
@@ -51,8 +53,7 @@ def unstrided(where: str, tensor: Tensor) -> TraceError:
         kind, do = "tensor", "Make it sparse inside the function"
     if tensor.layout is not _STRIDED:
         do += f", or use {_RERUN}"
-    return refusal(
-        TraceError,
+    return untraceable(
         where=where,
         what=f"is a {kind} of layout {tensor.layout}, which cannot be traced.",
         why="A trace lays out its inputs by their strides, and it has none.",
@@ -62,8 +63,7 @@ def unstrided(where: str, tensor: Tensor) -> TraceError:
 
 def overriding(kind: type[Tensor]) -> TraceError:
     """The error of a region that is given, or reaches, a tensor of such a class."""
-    return refusal(
-        TraceError,
+    return untraceable(
         where=f"a tensor of the class {kind.__qualname__}",
         what="has a `__torch_function__` of its own, and cannot be traced.",
         why="It would run with the region's programs, in the forward and again in "
@@ -77,8 +77,7 @@ def unknown_class(tensor: Tensor) -> TraceError:
     described = f"tensor of layout {tensor.layout}"
     if is_strided(tensor):
         described = f"{type(tensor).__name__} {TensorMeta.of(tensor)}"
-    return refusal(
-        TraceError,
+    return untraceable(
         where=f"a {described}",
         what="is made inside the region and returned.",
         why="A program can return only plain tensors and DTensors.",
@@ -121,24 +120,20 @@ def out_of_reach(where: str, why: str) -> CapturedTensorError:
         where=where,
         what="is reached in a way that cannot be followed at the next call.",
         why=why,
-        do="Pass it as an argument, or keep it in a closure, a global, a list, a dict "
-        "or an attribute that the function names. If a function under "
-        "functools.cache returned it, call that function outside, or call its "
-        "`__wrapped__`, which makes the tensor anew.",
+        do="Pass it as an argument, or keep it in a closure, a global, a list, a dict or an "
+        "attribute that the function names. If a function under functools.cache returned it, "
+        "call that function outside, or call its `__wrapped__`, which makes the tensor anew.",
     )
 
 
 def distributed(tensor: Tensor) -> TraceError:
     """The error for a tensor in parts that was made inside, where another is given."""
-    return refusal(
-        TraceError,
-        where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}, used at "
-        f"{user_line()}",
+    return untraceable(
+        where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}, used at {user_line()}",
         what="is combined with others in a region, where some are given and some "
         "are made inside.",
-        why="Under vmap, and for subclasses other than DTensor, the trace "
-        "replaces a given one by a plain tensor of the global shape, which "
-        "cannot be combined with local parts.",
+        why="Under vmap, and for subclasses other than DTensor, the trace replaces a given "
+        "one by a plain tensor of the global shape, which cannot be combined with local parts.",
         do=f"Use {_RERUN}, or pass local tensors and make all of them inside.",
     )
 
@@ -175,8 +170,7 @@ def require_tellable(
             do="Read it outside of the region, and pass what it says as an argument.",
         )
     if func == GET_GRAD and is_operand(args[0]):
-        raise refusal(
-            TraceError,
+        raise untraceable(
             where=f"`.grad` of {TensorMeta.of(args[0])} at {user_line()}",
             what="is read inside a region, of a tensor from outside.",
             why="It is no part of what the function is given: what stands for the tensor has "
@@ -184,8 +178,7 @@ def require_tellable(
             do="Pass it as an argument: f(x, x.grad).",
         )
     if func in ASK_FOR_MEMORY:
-        raise refusal(
-            TraceError,
+        raise untraceable(
             where=f"`.{func.__name__}()` of {TensorMeta.of(args[0])} at {user_line()}",
             what="asks where a tensor's memory is.",
             why="A trace runs on tensors that have none.",
@@ -195,8 +188,7 @@ def require_tellable(
 
 def sets_data(tensor: Tensor) -> TraceError:
     """The error for `x.data = y`."""
-    return refusal(
-        TraceError,
+    return untraceable(
         where=f"`.data = ...` of {TensorMeta.of(tensor)} at {user_line()}",
         what="replaces a tensor's data, which neither autograd nor a trace sees.",
         why="The trace would go on with the old data.",
@@ -207,8 +199,7 @@ def sets_data(tensor: Tensor) -> TraceError:
 
 def converts(module: nn.Module) -> TraceError:
     """The error for a module that the function converts, as by `self.double()`."""
-    return refusal(
-        TraceError,
+    return untraceable(
         where=f"a {type(module).__name__}, converted at {user_line()}",
         what="gets other parameters or buffers inside a region.",
         why="The trace would leave its own tensors, which have no data, in their place.",
@@ -218,8 +209,7 @@ def converts(module: nn.Module) -> TraceError:
 
 def driven(module: nn.Module) -> TraceError:
     """The error for a region around a module that an engine of `torch.distributed` drives."""
-    return refusal(
-        TraceError,
+    return untraceable(
         where=f"a {type(module).__name__}",
         what="is called inside a region.",
         why="It gathers parameters or reduces gradients around its forward. A "
@@ -262,7 +252,7 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
     if "Variable that requires grad is being used in an in-place" in text:
         return mutates(line_of(error))
     if is_backward and "through the graph a second time" in text:
-        return _refused(
+        return _untraceable_function(
             error,
             "an autograd.Function differentiates a graph that its forward has kept.",
             "A trace runs the backward for several layouts of cotangents, and the first "
@@ -270,7 +260,7 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
             f"Pass retain_graph=True there, or use {_RERUN}.",
         )
     if _TAKES_MEMORY in text:
-        return _refused(
+        return _untraceable_function(
             error,
             "an operator takes the memory of a tensor, not its numbers.",
             "A trace runs on tensors that have none. So do nn.LSTM, nn.GRU and nn.RNN on an "
@@ -278,7 +268,7 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
             f"Use {_RERUN}.",
         )
     if came_through(error, _TORCHS_CHECKPOINT):
-        return _refused(
+        return _untraceable_function(
             error,
             "the function calls torch.utils.checkpoint, which cannot be traced here.",
             "Its backward runs the Python function again, on the real tensors "
@@ -297,9 +287,7 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
             why="It would be stale, or lose its gradient, at the next call.",
             do="Pass it to the forward, and save it with ctx.save_for_backward.",
         )
-    if came_through(error, _TAKE_FUNCTIONS):
-        return takes_functions(line_of(error) or "the function", str(error))
-    return of_values(error) if fakes.lacking(error) else None
+    return of_a_step(error, line_of(error))
 
 
 def of_a_step(error: Exception, where: str) -> RematError | None:
@@ -311,11 +299,9 @@ def of_a_step(error: Exception, where: str) -> RematError | None:
 
 def takes_functions(where: str, why: str) -> TraceError:
     """The error for an operator that takes functions, and what cannot be traced of it."""
-    return refusal(
-        TraceError,
+    return untraceable(
         where=where,
-        what="an operator that takes functions, as torch.cond does, cannot be traced "
-        "here.",
+        what="an operator that takes functions, as torch.cond does, cannot be traced here.",
         why=why.strip().partition("\n")[0].rstrip(".") + ".",
         do="Use torch.where for a branch, call the operator between two regions, or "
         f"use {_RERUN}.",
@@ -325,7 +311,7 @@ def takes_functions(where: str, why: str) -> TraceError:
 def raises_in_its_trace(error: Exception) -> TraceError:
     """The error for a function that raises in its trace, whatever it raises."""
     first = str(error).partition("\n")[0].rstrip(". ")
-    return _refused(
+    return _untraceable_function(
         error,
         f"the function raises in its trace ({type(error).__name__}: {first}).",
         "A trace runs it on tensors that have no values.",
@@ -347,7 +333,7 @@ def of_values(error: Exception, where: str = "") -> TraceError:
         )
     else:
         instead = "torch.where"
-    return _refused(
+    return _untraceable_function(
         error,
         f"the function cannot be traced ({str(error).splitlines()[0]}).",
         "A trace sees shapes and types, not values: it cannot branch on a "
@@ -357,7 +343,7 @@ def of_values(error: Exception, where: str = "") -> TraceError:
     )
 
 
-def _refused(
+def _untraceable_function(
     error: Exception, what: str, why: str, do: str, where: str = ""
 ) -> TraceError:
     where = where or line_of(error) or "the function"

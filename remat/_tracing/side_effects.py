@@ -22,6 +22,7 @@ from remat._captures import Reads, Survey
 from remat._errors import SideEffectError, refusal
 from remat._graph.meta import TensorMeta
 
+_refused_effect = functools.partial(refusal, SideEffectError)
 _Memoized: Any = type(functools.lru_cache(len))
 _CONTAINERS = (dict, list, tuple)
 _FILL = "If the first call fills a cache, make one inside `with remat.disabled():`."
@@ -50,8 +51,7 @@ def require_no_effects(found: Survey, reads: Reads, where: str) -> None:
     changed = found.changes(reads)
     if changed is None:
         return
-    raise refusal(
-        SideEffectError,
+    raise _refused_effect(
         where=where,
         what=f"{changed} while it was traced.",
         why="A trace runs Python once: at the next call the change would not "
@@ -68,12 +68,11 @@ def require_nothing_left(
     leaked = next(iter(_left_behind(fakes)), None)
     if leaked is None:
         return
-    holders = [*_holders(leaked)]
+    holders = [*_holders_of_tensor(leaked)]
     for returned in statics:
         if any(each is returned for each in holders):
             name = type(returned).__name__
-            raise refusal(
-                SideEffectError,
+            raise _refused_effect(
                 where=where,
                 what=f"returns a tensor, {TensorMeta.of(leaked)}, inside a {name}.",
                 why="torch's pytree does not know that class, so the tensor would not be "
@@ -81,10 +80,10 @@ def require_nothing_left(
                 do=f"Register it (torch.export.register_dataclass({name}), for a "
                 "dataclass), or return a tuple, a dict or a named tuple.",
             )
-    raise _leak(leaked, where)
+    raise _left_tensor_error(leaked, where)
 
 
-def _holders(tensor: Tensor) -> Iterator[Any]:
+def _holders_of_tensor(tensor: Tensor) -> Iterator[Any]:
     """The objects that hold a tensor which was left, a few containers deep."""
     holders: list[Any] = [tensor]
     for _ in range(_DEPTH):
@@ -93,11 +92,11 @@ def _holders(tensor: Tensor) -> Iterator[Any]:
         holders = [each for each in holders if isinstance(each, _CONTAINERS)]
 
 
-def _leak(tensor: Tensor, where: str) -> SideEffectError:
+def _left_tensor_error(tensor: Tensor, where: str) -> SideEffectError:
     """The error for a tensor that was left; a cache of functools that has it is emptied."""
     holder = _where_left(tensor)
     do = f'Return the tensor from the function instead, or use engine="rerun". {_FILL}'
-    caches = (each for each in _holders(tensor) if type(each) is _Memoized)
+    caches = (each for each in _holders_of_tensor(tensor) if type(each) is _Memoized)
     memoized: Any = next(caches, None)
     if memoized is not None:
         memoized.cache_clear()
@@ -107,8 +106,7 @@ def _leak(tensor: Tensor, where: str) -> SideEffectError:
             f"Call `{name}.__wrapped__` inside the function, which makes the tensor "
             f"anew, or call `{name}` outside and pass what it returns."
         )
-    return refusal(
-        SideEffectError,
+    return _refused_effect(
         where=where,
         what=f"left a tensor of the trace, {TensorMeta.of(tensor)}, in {holder}.",
         why="It has no data, so its next use would fail; it was taken out again.",
