@@ -82,24 +82,17 @@ def choose_outputs(
     for index, each in enumerate(returned):
         if each is not None and dtensor.placement(each) is not None:
             same[index] = places.setdefault(id(each), ("output", index))
-    plain = [each if index not in same else None for index, each in enumerate(returned)]
-    spread = {place for kind, place in same.values() if kind == "output"}
-    return tuple(sorted({*_plain_outputs(operands, plain), *spread})), same
-
-
-def _plain_outputs(operands: list[Tensor], returned: list[Tensor | None]) -> list[int]:
+    chosen = {place for kind, place in same.values() if kind == "output"}
     owned = {storage_key(each) for each in operands if dtensor.placement(each) is None}
-    chosen: list[int] = []
     taken: set[int] = set()
     for index, tensor in _owners_first(returned):
-        key = storage_key(tensor)
-        if key in owned or id(tensor) in taken:
+        if index in same or id(tensor) in taken or storage_key(tensor) in owned:
             continue
         taken.add(id(tensor))
-        chosen.append(index)
+        chosen.add(index)
         if not _is_aliasing(tensor):
-            owned.add(key)
-    return chosen
+            owned.add(storage_key(tensor))
+    return tuple(sorted(chosen)), same
 
 
 def _is_aliasing(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ have the exact strides of inputs and cotangents. In-place operators are then rep
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -58,8 +58,7 @@ class Request:
     #: Whether a captured tensor may become a further operand.
     find: Callable[[Tensor], bool] = lambda _: False
     is_in_parts: bool = False  # whether a tensor in parts, taken whole, goes in
-    #: The switches under which the backward half runs; None means the forward's, without
-    #: autocast.
+    #: The switches under which the backward half runs; None means the forward's, without autocast.
     backward_numerics: Numerics | None = None
     #: Whether cotangents of no other layout than the outputs' are to be expected.
     like_outputs: bool = False
@@ -74,8 +73,7 @@ class Request:
 class Traced:
     """Joint graphs and what was met on the way."""
 
-    #: One for each layout of cotangents, the usual one first; they share all but their
-    #: gradients.
+    #: One for each layout of cotangents, the usual one first; they share all but their gradients.
     joints: tuple[Joint, ...]
     captured: tuple[Tensor, ...]  # which are the operands after the given ones
     stand_ins: list[Tensor]  # the operand that stood for each of these in the trace
@@ -106,7 +104,7 @@ def trace(request: Request) -> Traced:
         converting_by(converter),
         running.mode,
     ):
-        run = _Run(request, running)
+        run = _TraceRun(request, running)
         with on_error(lambda: take_out(running.fakes)):
             module = _record_run(run)
             return _finish_trace(run, module)
@@ -126,12 +124,11 @@ def sizes_of(metas: Sequence[TensorMeta]) -> list[int]:
     return [number for meta in metas for number in (*meta.shape, *meta.stride)]
 
 
-class _Run:
+class _TraceRun:
     """One execution of the function and its backward under `make_fx`."""
 
     def __init__(self, request: Request, running: Running) -> None:
-        self.request = request
-        self.running = running
+        self.request, self.running = request, running
         self.differentiable: list[bool] = []
         self.layouts: list[tuple[TensorMeta | None, ...]] = []
         self.detached: list[bool] = []
@@ -215,16 +212,9 @@ class _Run:
         wanted = [operand for operand in operands if operand.requires_grad]
         if not wanted or not outputs:
             return [None] * len(operands)
-        found = iter(
-            torch.autograd.grad(
-                outputs,
-                wanted,
-                cotangents,
-                allow_unused=True,
-                # The last backward frees the graph: torch 2.15 would keep it for good.
-                retain_graph=layout is not self.layouts[-1],
-            )
-        )
+        # The last backward frees the graph: torch 2.15 would keep it for good.
+        how = {"allow_unused": True, "retain_graph": layout is not self.layouts[-1]}
+        found = iter(torch.autograd.grad(outputs, wanted, cotangents, **how))
         return [next(found) if each.requires_grad else None for each in operands]
 
 
@@ -286,7 +276,7 @@ def _note_forward(graph: fx.Graph) -> None:
         node.meta["remat"] = dataclasses.replace(note, is_backward=False)
 
 
-def _record_run(run: _Run) -> fx.GraphModule:
+def _record_run(run: _TraceRun) -> fx.GraphModule:
     running = run.running
     operands = [fake_of(meta) for meta in run.request.operands]
     if not run.request.is_program:
@@ -307,7 +297,7 @@ def _record_run(run: _Run) -> fx.GraphModule:
     return module
 
 
-def _finish_trace(run: _Run, module: fx.GraphModule) -> Traced:
+def _finish_trace(run: _TraceRun, module: fx.GraphModule) -> Traced:
     is_template = run.request.sizes is not None
     imported = importing.Imported(module, is_template=is_template)
     mutations = tuple(sorted(imported.mutations.items()))
@@ -316,31 +306,18 @@ def _finish_trace(run: _Run, module: fx.GraphModule) -> Traced:
     outputs = tuple(ref for index in run.chosen if (ref := returned[index]) is not None)
     forward = [*outputs, *(new for _, new in mutations), *imported.states]
     steps = without_zeros(imported.values, [*imported.outputs, *forward])
-    values = _settle_phases(steps, [ref.index for ref in forward])
+    values = _settle_phases(steps, {ref.index for ref in forward})
     graph = check(Graph(values, len(imported.inputs), imported.outputs))
-    bases = {new: operand for operand, new in mutations}
-    num_operands = len(run.request.operands) + len(running.captured)
-    plain = [
-        None if placement else ref
-        for ref, placement in zip(outputs, run.placements, strict=True)
-    ]
     first = Joint(
         graph=graph,
         cotangents=(),
         layout=(),
-        num_operands=num_operands,
+        num_operands=len(run.request.operands) + len(running.captured),
         chosen=run.chosen,
         outputs=outputs,
         placements=tuple(run.placements),
         differentiable=tuple(run.differentiable),
-        views=tuple(
-            _whole_view(run, index, cuts)
-            if index in run.same
-            else _view_of_output(graph, plain, bases, ref, cuts)
-            for index, (ref, *cuts) in enumerate(
-                zip(returned, run.detached, run.cut, strict=False)
-            )
-        ),
+        views=tuple(_views_of_returned(run, graph, returned, outputs, mutations)),
         gradients=(),
         spread=(),
         mutations=mutations,
@@ -348,13 +325,12 @@ def _finish_trace(run: _Run, module: fx.GraphModule) -> Traced:
         is_custom=running.is_custom,
     )
     joints = tuple(_for_each_layout(first, run, imported.outputs[count:]))
-    return Traced(
-        joints, tuple(running.captured), list(running.leaves), tuple(running.fakes)
-    )
+    captured, fakes = tuple(running.captured), tuple(running.fakes)
+    return Traced(joints, captured, list(running.leaves), fakes)
 
 
 def _for_each_layout(
-    joint: Joint, run: _Run, gradients: tuple[Ref | None, ...]
+    joint: Joint, run: _TraceRun, gradients: tuple[Ref | None, ...]
 ) -> Generator[Joint]:
     width, start = joint.num_operands, joint.num_operands
     if not run.layouts:
@@ -374,53 +350,48 @@ def _for_each_layout(
         )
 
 
-def _settle_phases(values: Sequence[Value], needed: list[int]) -> tuple[Value, ...]:
+def _settle_phases(values: Sequence[Value], forward: set[int]) -> tuple[Value, ...]:
     """Marks as forward all that a forward value or output needs, wherever it was recorded.
 
     The second pass updates views of changed tensors only when they are read.
     """
     settled = list(values)
-    needed = needed + [
-        index
-        for index, value in enumerate(values)
-        if value.op is not None and not value.is_backward
-    ]
-    seen: set[int] = set()
-    while needed:
-        index = needed.pop()
-        if index not in seen:
-            seen.add(index)
-            settled[index] = dataclasses.replace(values[index], is_backward=False)
-            needed.extend(values[index].uses)
+    for index, value in reversed([*enumerate(values)]):
+        if index in forward or not (value.op is None or value.is_backward):
+            settled[index] = dataclasses.replace(value, is_backward=False)
+            forward.update(value.uses)
     return tuple(settled)
 
 
-def _whole_view(run: _Run, index: int, cuts: list[bool]) -> View:
-    """The view of a DTensor, which is an operand or an output."""
-    kind, place = run.same[index]
-    if kind == "operand":
-        return View(None, place, None, *cuts)
-    return View(run.chosen.index(place), None, None, *cuts)
-
-
-def _view_of_output(
+def _views_of_returned(
+    run: _TraceRun,
     graph: Graph,
-    outputs: Sequence[Ref | None],
-    written: Mapping[Ref, int],
-    ref: Ref | None,
-    cuts: list[bool],
-) -> View:
-    if ref is None:
-        return View(None, None, None, True)
-    plain = [each for each in outputs if each is not None]
-    path = view_path(graph, (*plain, *written), ref)
-    assert path is not None, (
-        f"{ref} is neither an output, an operand, nor a view of one"
-    )
-    base, steps = path
-    if base in outputs:
-        return View(outputs.index(base), None, steps, *cuts)
-    return View(None, written.get(base, base.index), steps, *cuts)
+    returned: Sequence[Ref | None],
+    outputs: Sequence[Ref],
+    mutations: Sequence[tuple[int, Ref]],
+) -> Iterator[View]:
+    """How to make each returned tensor from an output or an operand."""
+    written = {new: operand for operand, new in mutations}
+    pairs = zip(outputs, run.placements, strict=True)
+    plain = [None if placement else ref for ref, placement in pairs]
+    bases = [*filter(None, plain), *written]
+    rows = enumerate(zip(returned, run.detached, run.cut, strict=False))
+    for index, (ref, *cuts) in rows:
+        if index in run.same:  # a DTensor, which is an operand or an output
+            kind, place = run.same[index]
+            is_operand = kind == "operand"
+            places = (None, place) if is_operand else (run.chosen.index(place), None)
+            yield View(*places, None, *cuts)
+        elif ref is None:
+            yield View(None, None, None, True)
+        else:
+            path = view_path(graph, bases, ref)
+            assert path is not None, f"{ref} is not an output, an operand, or a view"
+            base, steps = path
+            is_output = base in plain
+            output = plain.index(base) if is_output else None
+            operand = None if is_output else written.get(base, base.index)
+            yield View(output, operand, steps, *cuts)
 
 
 def with_states(joint: Joint, operands: tuple[int, ...]) -> Joint:
@@ -429,13 +400,12 @@ def with_states(joint: Joint, operands: tuple[int, ...]) -> Joint:
         return joint
     assert len(operands) == len(joint.states), "the function drew another time"
     given = {state: Ref(k) for state, k in zip(joint.states, operands, strict=True)}
-    values = tuple(
-        value
-        if value.state not in given
-        else dataclasses.replace(value, state=given[value.state], is_redraw=True)
-        for value in joint.graph.values
-    )
-    graph = dataclasses.replace(joint.graph, values=values)
+    values = list(joint.graph.values)
+    for index, value in enumerate(values):
+        if value.state in given:
+            state = given[value.state]
+            values[index] = dataclasses.replace(value, state=state, is_redraw=True)
+    graph = dataclasses.replace(joint.graph, values=tuple(values))
     return dataclasses.replace(joint, graph=check(graph), states=())
 
 
