@@ -84,7 +84,7 @@ def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
             node.meta["remat"] = dataclasses.replace(note, stream=stream)
 
 
-class _Annotated(fx.Interpreter):
+class _NotingInterpreter(fx.Interpreter):
     """Runs a graph under a second trace and copies its notes to the new nodes."""
 
     def run_node(self, n: fx.Node) -> Any:
@@ -142,7 +142,7 @@ def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.Grap
         inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         inputs[: len(operands)] = operands
         detached = [each.detach() for each in inputs]
-        pure = tracer.functionalized(_Annotated(module).run)
+        pure = tracer.functionalized(_NotingInterpreter(module).run)
         return tracer.make_fx(pure, detached)
 
 
@@ -168,9 +168,8 @@ class Imported:
         self.outputs: tuple[Ref | None, ...] = ()  # what the function returned
         for node in module.graph.nodes:
             if node.op == "placeholder":
-                self.env[node] = Ref(len(self.values))
-                self.inputs[node] = len(self.values)
-                self.values.append(Value(None, meta=_meta_of_node(node)))
+                ref = self._add_value(Value(None, meta=_meta_of_node(node)))
+                self.env[node], self.inputs[node] = ref, ref.index
             elif node.op == "get_attr":
                 found: Any = getattr(module, node.target)
                 if isinstance(found, fx.GraphModule):
@@ -189,7 +188,10 @@ class Imported:
         value = self.values[ref.index]
         if operators.short_name(value.op) != "aten._efficientzerotensor":
             return ref
-        self.values.append(dataclasses.replace(value, op=_aten.zeros.default))
+        return self._add_value(dataclasses.replace(value, op=_aten.zeros.default))
+
+    def _add_value(self, value: Value) -> Ref:
+        self.values.append(value)
         return Ref(len(self.values) - 1)
 
     def _call(self, node: fx.Node) -> None:
@@ -228,7 +230,7 @@ class Imported:
                 node, args, kwargs, has_open_sizes=self.is_template
             )
             args, kwargs = tuple(refs), {}
-        args = self._that_count(target, args)
+        args = self._args_that_count(target, args)
         if target is _aten.mul.Tensor and self._shares_evenly(*args):
             target, args = _aten.where.ScalarOther, (*args, 0.0)
         if target is _aten.copy.default and self._is_like(node, args[1]):
@@ -241,7 +243,7 @@ class Imported:
                 kwargs = {"memory_format": torch.contiguous_format}
         self._add(node, target, args, kwargs)
 
-    def _that_count(self, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _args_that_count(self, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments in one form of those that come to the same."""
         if target in _NORMS_OF_TRAINING or (
             target is _aten.native_batch_norm_backward.default and args[7]
@@ -253,14 +255,14 @@ class Imported:
             # What torch's own calls tell where there is no bias.
             return (*args[:3], None, *args[4:])
         if target in _SLICES:
-            args = self._bounded(target, args)
+            args = self._bounded_slice(target, args)
         if target in _SCATTERS:
             # Only the elements of what is written count. torch's pure `copy` clones all the
             # memory behind a view to keep its strides.
             args = (args[0], self.sources.get(args[1], args[1]), *args[2:])
         return args
 
-    def _bounded(self, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _bounded_slice(self, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         # x[1:] ends at the largest integer, and x[:-1] before the end. torch's vmap of
         # slice_scatter counts from start to end as they are (2.13 and 2.15).
         place = _SLICES[target]
@@ -269,9 +271,8 @@ class Imported:
         sliced: Ref = args[0]
         meta = self.values[sliced.index].meta
         assert isinstance(meta, TensorMeta)
-        sizes: Sequence[int] = meta.shape
-        if target is _aten.slice_backward.default:
-            sizes = args[1]
+        is_backward = target is _aten.slice_backward.default
+        sizes: Sequence[int] = args[1] if is_backward else meta.shape
         dim: int = args[place - 1]
         size = sizes[dim]
         start, end, *rest = *args[place:], *(None,) * (place + 2 - len(args))
@@ -291,10 +292,9 @@ class Imported:
     def _shares_evenly(self, mask: Any, share: Any) -> bool:
         """Whether this derivative of max() or of a median is filled where it will run.
 
-        In a trace torch writes mask * (gradient / mask.sum()), the mask being where an
-        element is the result, or both are NaN. For plain tensors of most devices it fills
-        zeros where the mask is set: other zeros, where the gradient is negative, and no NaN,
-        where it is infinite.
+        In a trace torch writes mask * (gradient / mask.sum()), the mask being where an element is
+        the result, or both are NaN. For plain tensors of most devices it fills zeros where the
+        mask is set: other zeros, where the gradient is negative, and no NaN, where it is infinite.
         """
         divided = self._arguments_of(share, _aten.div.Tensor)
         counted = self._arguments_of(divided[-1], _aten.sum.default) if divided else ()
@@ -339,13 +339,9 @@ class Imported:
         own = len(value.meta)
         self.values[made.index] = dataclasses.replace(value, meta=(*value.meta, *metas))
         for position, (old, meta) in enumerate(zip(written, metas, strict=True), own):
-            new = Ref(len(self.values))
-            self.values.append(
-                dataclasses.replace(
-                    value, op=operator.getitem, args=(made, position), meta=meta
-                )
-            )
-            self._overwrite(old, new)
+            part = dataclasses.replace(value, op=operator.getitem, meta=meta)
+            part = dataclasses.replace(part, args=(made, position))
+            self._overwrite(old, self._add_value(part))
 
     def _overwrite(self, old: Ref, new: Ref) -> None:
         # What is overwritten again was the operand's new value until now.
@@ -372,8 +368,7 @@ class Imported:
         )
         if operators.draws(value):
             value = self._draw(value, note.stream or "")
-        self.env[node] = Ref(len(self.values))
-        self.values.append(value)
+        self.env[node] = self._add_value(value)
 
     def _draw(self, value: Value, stream: str) -> Value:
         if self.forced is not None:
@@ -388,8 +383,7 @@ class Imported:
                 is_backward=value.is_backward,
                 source=value.source,
             )
-            self.recorded = Ref(len(self.values))
-            self.values.append(state)
+            self.recorded = self._add_value(state)
         state, self.recorded = self.recorded, None
         if not value.is_backward:
             self.states.append(state)

@@ -17,8 +17,6 @@ wrong result, without an error. Torch and this package still meet symbols. Obsol
 symbols behave so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib
@@ -65,30 +63,32 @@ _FIELDS = {
 }
 
 
-def _map(tree: Any, leaf: _Leaf) -> Any:
+def _resized(tree: Any, leaf: _Leaf) -> Any:
     """A tree with other sizes in it: graphs, values, metadata, views, containers."""
     match tree:
         case Value() | TensorMeta() | Graph() | View():
             fields = _FIELDS[type(tree)]
-            mapped = {name: _map(getattr(tree, name), leaf) for name in fields}
+            mapped = {name: _resized(getattr(tree, name), leaf) for name in fields}
             return dataclasses.replace(tree, **mapped)
         case torch.Size():
-            return torch.Size(_map(tuple(tree), leaf))
+            return torch.Size(_resized(tuple(tree), leaf))
         case tuple():
-            return tuple([_map(each, leaf) for each in cast("tuple[Any, ...]", tree)])
+            return tuple(
+                [_resized(each, leaf) for each in cast("tuple[Any, ...]", tree)]
+            )
         case list():
-            return [_map(each, leaf) for each in cast("list[Any]", tree)]
+            return [_resized(each, leaf) for each in cast("list[Any]", tree)]
         case _:
             return leaf(tree)
 
 
 def _map_joints(joints: tuple[Joint, ...], leaf: _Leaf) -> tuple[Joint, ...]:
     """The joints of one trace, which share their graph, with other numbers in them."""
-    graph = _map(joints[0].graph, leaf)
-    views = _map(joints[0].views, leaf)
+    graph = _resized(joints[0].graph, leaf)
+    views = _resized(joints[0].views, leaf)
     return tuple(
         dataclasses.replace(
-            joint, graph=graph, views=views, layout=_map(joint.layout, leaf)
+            joint, graph=graph, views=views, layout=_resized(joint.layout, leaf)
         )
         for joint in joints
     )
@@ -101,12 +101,11 @@ class Template:
     def __init__(
         self, joints: tuple[Joint, ...], statics: Any, sizes: torch_sizes.OpenSizes
     ) -> None:
-        """Takes the joint graphs, the whole numbers returned, and the trace's symbols."""
         numbers: dict[str, int] = {}
 
         def hole(number: Any) -> Any:
             if isinstance(number, Computed):
-                return Computed(number.op, _map(number.args, hole))
+                return Computed(number.op, _resized(number.args, hole))
             if not isinstance(number, SYMBOLIC):
                 return number
             return _Hole(numbers.setdefault(sizes.text(number), len(numbers)))
@@ -118,7 +117,7 @@ class Template:
             return hole(number)
 
         self._joints = _map_joints(joints, hole)
-        self._statics = _map(statics, static)
+        self._statics = _resized(statics, static)
         self._numbers = _numbers_from_sizes(sizes, list(numbers))
         #: (operand, dimension) whose size the trace needed as a number.
         self.fixed = sizes.fixed_dimensions()
@@ -134,27 +133,23 @@ class Template:
             if type(hole) is _Hole:
                 return found[hole.index]
             if type(hole) is Computed:
-                return hole.op(*_map(hole.args, fill))
+                return hole.op(*_resized(hole.args, fill))
             return hole
 
-        return _map_joints(self._joints, fill), _map(self._statics, fill)
+        return _map_joints(self._joints, fill), _resized(self._statics, fill)
 
 
 def _numbers_from_sizes(
     sizes: torch_sizes.OpenSizes, numbers: Sequence[str]
 ) -> Callable[[Sequence[int]], tuple[int, ...] | None]:
     """Writes the function from the given sizes and strides to the numbers of a trace."""
-    bound: set[str] = set()
-    lines: list[str] = []
+    bound = dict[str, int]()  # by symbol, the first place where it is given
     conditions: list[str] = []
     for place, text in enumerate(sizes.given):
-        symbol = sizes.symbol(place)
-        if symbol is not None and symbol not in bound:
-            bound.add(symbol)
-            lines.append(f"{symbol} = given[{place}]")
-        else:
+        if sizes.symbol(place) is None or bound.setdefault(text, place) != place:
             conditions.append(f"given[{place}] == {text}")
     conditions += sizes.conditions()
+    lines = [f"{symbol} = given[{place}]" for symbol, place in bound.items()]
     lines += [f"if not ({each}): return None" for each in conditions]
     lines.append(f"return ({''.join(f'{text}, ' for text in numbers)})")
     body = "".join(f"    {line}\n" for line in lines)
@@ -175,11 +170,9 @@ def opened(request: Request, fixed: Fixed, sizes: torch_sizes.OpenSizes) -> Requ
         return dataclasses.replace(meta, shape=shape, stride=stride)
 
     operands = tuple(open_(meta, place) for place, meta in enumerate(request.operands))
-    cotangents = request.cotangents
-    if cotangents is not None:
-        cotangents = tuple(
-            None if meta is None else open_(meta, len(fixed)) for meta in cotangents
-        )
+    cotangents = request.cotangents and tuple(
+        meta and open_(meta, len(fixed)) for meta in request.cotangents
+    )
     return dataclasses.replace(
         request, operands=operands, cotangents=cotangents, sizes=sizes
     )
@@ -203,30 +196,21 @@ class Templates:
     """The templates of one function and of all that is derived from it."""
 
     def __init__(self, fixed: Fixed) -> None:
-        """Begins with none; `fixed` says of each operand which dimensions never vary."""
-        self.fixed = fixed
+        self.fixed = fixed  # of each operand, which dimensions never vary
         self._kept: dict[Hashable, list[Template] | None] = {}
 
     def joints(self, key: Hashable, request: Request) -> tuple[Joint, ...]:
         """The joint graphs of a request, traced only if no template holds."""
         given = [*request.operands, *filter(None, request.cotangents or ())]
         asked = request.cotangents and tuple(map(bool, request.cotangents))
-        general = (
-            key,
-            asked,
-            request.gradients,
-            request.backward_numerics,
-            tuple(
-                (len(meta.shape), meta.dtype, meta.device, meta.requires_grad)
-                for meta in given
-            ),
-        )
+        kinds = [(len(x.shape), x.dtype, x.device, x.requires_grad) for x in given]
+        general = (key, asked, request.gradients, request.backward_numerics, *kinds)
         kept = self._kept.setdefault(general, [])
         for template in kept or ():
             found = template.at(given)
             if found is not None:
                 return found[0]
-        template = None if kept is None else self._template(request)
+        template = None if kept is None else self._trace_template(request)
         found = None if template is None else template.at(given)
         if kept is None or template is None or found is None:
             self._kept[general] = None
@@ -234,7 +218,7 @@ class Templates:
         kept.insert(0, template)
         return found[0]
 
-    def _template(self, request: Request) -> Template | None:
+    def _trace_template(self, request: Request) -> Template | None:
         try:
             traced, sizes = trace_open(request, self.fixed)
         except CANNOT_OPEN:
@@ -273,7 +257,7 @@ def _like_numbers(env: Any) -> Generator[None]:
             methods = {**_METHODS}
             for name in _COMPARISONS if kind is not torch.SymBool else ():
                 if name in vars(kind):
-                    methods[name] = _comparing(vars(kind)[name])
+                    methods[name] = _compare_like_number(vars(kind)[name])
             undo.enter_context(attributes_as(kind, **methods))
         undo.callback(_answering.remove, env)
         _answering.append(env)
@@ -281,7 +265,7 @@ def _like_numbers(env: Any) -> Generator[None]:
 
 
 def _text_like_number(symbol: Any) -> str:
-    if not _is_users(symbol):
+    if not _is_asked_by_users(symbol):
         return _REPR[type(symbol)](symbol)
     caller: FrameType | None = getattr(inspect.currentframe(), "f_back", None)
     if caller is not None and caller.f_globals.get("__name__") == "json.encoder":
@@ -290,12 +274,14 @@ def _text_like_number(symbol: Any) -> str:
     return repr(number(symbol))
 
 
-def _comparing(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _compare_like_number(
+    compare: Callable[[Any, Any], Any],
+) -> Callable[[Any, Any], Any]:
     """A comparison that gives the user's code True or False, which the trace then assumes."""
 
     def compared(symbol: Any, other: Any) -> Any:
         answer = compare(symbol, other)
-        return number(answer) if _is_users(symbol) else answer
+        return number(answer) if _is_asked_by_users(symbol) else answer
 
     return compared
 
@@ -307,14 +293,13 @@ def _array_like_number(symbol: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _format_like_number(symbol: Any, how: str) -> str:
-    if _is_users(symbol):
-        return format(number(symbol), how)
-    return object.__format__(symbol, how)
+    is_users = _is_asked_by_users(symbol)
+    return format(number(symbol), how) if is_users else object.__format__(symbol, how)
 
 
 def _attribute_like_number(symbol: Any, name: str) -> Any:
     # `isinstance` looks at the type first, then at `__class__`.
-    if name == "__class__" and _is_users(symbol):
+    if name == "__class__" and _is_asked_by_users(symbol):
         return PLAIN[type(symbol)]
     return object.__getattribute__(symbol, name)
 
@@ -327,7 +312,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _is_users(symbol: Any) -> bool:
+def _is_asked_by_users(symbol: Any) -> bool:
     """Whether a symbol must look like a number: the user's code asks, and not a library."""
     env = getattr(symbol.node, "shape_env", None)
     if not any(each is env for each in _answering):
