@@ -109,12 +109,12 @@ def opaque_name():
 
 def dropped_capture():
     """A captured tensor enters the trace without its gradient."""
-    honest = thread._capture
+    honest = thread._capture_tensor
 
     def capture(running, tensor):
         return honest(running, tensor).detach()
 
-    return mock.patch.object(thread, "_capture", capture)
+    return mock.patch.object(thread, "_capture_tensor", capture)
 
 
 def buffers_twice():

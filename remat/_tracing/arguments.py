@@ -1,7 +1,5 @@
 """The arguments of a call: what messages call their leaves, and that they stay as they are."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -11,6 +9,9 @@ from torch import nn
 from remat._errors import SideEffectError, refusal
 from remat._torch import trees
 from remat._user_lines import user_line
+
+_BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+_BY_VALUE = frozenset({bool, int, float, complex, str, bytes, set})
 
 
 def labels(
@@ -25,23 +26,15 @@ def labels(
     )
 
 
-_BY_POSITION = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-)
-
-
 def positional_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters that take arguments by position, in order."""
     # A module's own signature is (*args, **kwargs): what it is called with goes to forward.
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         every = inspect.signature(called).parameters.values()
-    except (TypeError, ValueError):
-        # Builtins without a signature.
+    except (TypeError, ValueError):  # builtins without a signature
         return []
-    return [each for each in every if each.kind in _BY_POSITION]
+    return [each for each in every if each.kind not in _BY_KEYWORD]
 
 
 def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
@@ -75,7 +68,8 @@ class Given:
         """
         now = (*self.args, *self.kwargs.values())
         for place, (before, tree) in enumerate(zip(self._before, now, strict=True)):
-            if _are_equal(before, _contents(tree)):
+            (leaves, spec), (found, new_spec) = before, _contents(tree)
+            if spec == new_spec and all(map(_is_same, leaves, found)):
                 continue
             names = [*parameter_names(function, len(self.args)), *self.kwargs]
             raise refusal(
@@ -99,15 +93,7 @@ def own_set(leaf: Any) -> Any:
     return leaf.copy() if type(leaf) is set else leaf  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def _are_equal(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool:
-    (leaves, spec), (found, now) = before, after
-    return spec == now and all(map(_is_same, leaves, found))
-
-
 def _is_same(one: object, other: object) -> bool:
     if one is other:
         return True
     return type(one) is type(other) and type(one) in _BY_VALUE and one == other
-
-
-_BY_VALUE = frozenset({bool, int, float, complex, str, bytes, set})

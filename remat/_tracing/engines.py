@@ -9,9 +9,8 @@ work in their own `forward`, in whose place a region is no region inside: it rai
 `engine="rerun"` takes modules of `fully_shard`: see `_rerun.fully_shard`.
 """
 
-from __future__ import annotations
-
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
@@ -37,15 +36,12 @@ _BY_HOOKS = (("torch.distributed.fsdp", "FSDPModule"),)
 @contextlib.contextmanager
 def refused() -> Generator[None]:
     """Raises in front of the hooks of an engine whose module this thread calls."""
-    if not is_distributed():
+    with around_driven(_refuse) if is_distributed() else contextlib.nullcontext():
         yield
-        return
 
-    def refuse(module: nn.Module) -> None:
-        raise driven(module)
 
-    with around_driven(refuse):
-        yield
+def _refuse(module: nn.Module) -> None:
+    raise driven(module)
 
 
 def require_no_engine(function: object) -> None:
@@ -58,9 +54,8 @@ def require_no_engine(function: object) -> None:
 def is_distributed() -> bool:
     """Whether engines may drive modules: this process is in a world of `torch.distributed`."""
     distributed: Any = sys.modules.get("torch.distributed")
-    return bool(
-        distributed and distributed.is_available() and distributed.is_initialized()
-    )
+    is_there = distributed and distributed.is_available()
+    return bool(is_there and distributed.is_initialized())
 
 
 @contextlib.contextmanager
@@ -75,25 +70,17 @@ def around_driven(
     kinds = _imported_engines(_BY_FORWARD + _BY_HOOKS)
     thread = threading.get_ident()
 
-    def is_meant(module: nn.Module) -> bool:
-        return isinstance(module, kinds) and threading.get_ident() == thread
+    def hook(run: Callable[[nn.Module], None], module: nn.Module, *_: Any) -> None:
+        if isinstance(module, kinds) and threading.get_ident() == thread:
+            run(module)
 
-    def before(module: nn.Module, _: Any) -> None:
-        if is_meant(module):
-            enter(module)
-
-    def after(module: nn.Module, _: Any, __: Any) -> None:
-        if leave and is_meant(module):
-            leave(module)
-
-    handles = [register_module_forward_pre_hook(before)]
-    if leave:
-        handles.append(register_module_forward_hook(after))
-    try:
+    with contextlib.ExitStack() as stack:
+        before = register_module_forward_pre_hook(functools.partial(hook, enter))
+        stack.callback(before.remove)
+        if leave:
+            after = register_module_forward_hook(functools.partial(hook, leave))
+            stack.callback(after.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _imported_engines(classes: Iterable[tuple[str, str]]) -> tuple[type, ...]:

@@ -13,15 +13,13 @@ from remat._torch import dtensor, levels, modes, schemas, tracer, trees
 
 _T = TypeVar("_T")
 
-schemas.library().define("mark(Tensor value, str name) -> ()")
-
 
 def _mark_nothing(value: torch.Tensor, name: str) -> None:
     """The kernel of the mark, which is there to be recorded."""
 
 
-schemas.library().impl("mark", _mark_nothing, "CompositeExplicitAutograd")
-MARK = torch.ops.remat.mark.default
+_SCHEMA = "(Tensor value, str name) -> ()"
+MARK = schemas.define("mark", _SCHEMA, kernel=_mark_nothing, fake=_mark_nothing)
 has_side_effect(MARK)
 schemas.leave_out_of_compilers(MARK)
 

@@ -188,7 +188,7 @@ def lift(tensor: Tensor) -> Tensor:
     # An inner region lifts its own tensors. The trace's mode is on at that time, and would take
     # the reads of the tensor below for calls of the user.
     with modes.without_torch_function():
-        return _capture(running, tensor)
+        return _capture_tensor(running, tensor)
 
 
 def is_taken_whole(tensor: Tensor) -> bool:
@@ -203,7 +203,7 @@ def _note_in_parts(running: Running, tensor: Tensor, how: str) -> None:
         raise refusals.distributed(tensor)
 
 
-def _capture(running: Running, tensor: Tensor) -> Tensor:
+def _capture_tensor(running: Running, tensor: Tensor) -> Tensor:
     if is_taken_whole(tensor):
         _note_in_parts(running, tensor, "given")
     for known, leaf in zip(running.captured, running.leaves, strict=True):
@@ -255,7 +255,7 @@ def converter(own: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return convert
 
 
-def _within(running: Running) -> taken_functions.Within:
+def _as_within(running: Running) -> taken_functions.Within:
     """The running trace, as operators that take functions see it."""
     # A node of autograd that outlives the trace may hold this.
     held = weakref.ref(running)
@@ -292,14 +292,14 @@ class UserCalls(TorchFunctionMode):
         if not tracer.proxy_is_active():
             if not running.within:
                 return func(*args, **kwargs)  # torch's internals are not recorded
-            return self._called(func, *trees.map_tensors(lift, (args, kwargs)))
+            return self._call_lifted(func, *trees.map_tensors(lift, (args, kwargs)))
         try:
-            return self._recorded(func, args, kwargs)
+            return self._call_recorded(func, args, kwargs)
         except Exception as error:
             running.raised.append(error)
             raise
 
-    def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _call_recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         running = self._running
         if trackers.registered and running.is_aside(args):
             return running.run_aside(func, args, kwargs)
@@ -311,11 +311,10 @@ class UserCalls(TorchFunctionMode):
             raise refusals.sets_data(args[0])
         graph = tracer.active_graph()
         before = len(graph.nodes)
-        out = NotImplemented
-        if not taking_functions.indexes_by_tensors():
-            out = running.look_ups.call(func, args)
+        is_gathered = taking_functions.indexes_by_tensors()
+        out = NotImplemented if is_gathered else running.look_ups.call(func, args)
         if out is NotImplemented:
-            out = self._called(func, args, kwargs)
+            out = self._call_lifted(func, args, kwargs)
         if len(graph.nodes) > before:
             note = importing.Note(user_line(), function_name(func), is_backward=False)
             importing.annotate(graph, before, note)
@@ -324,9 +323,9 @@ class UserCalls(TorchFunctionMode):
         )
         return out
 
-    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _call_lifted(self, func: Any, args: Any, kwargs: Any) -> Any:
         if taking_functions.takes_functions(func):
-            return taken_functions.call(_within(self._running), func, args, kwargs)
+            return taken_functions.call(_as_within(self._running), func, args, kwargs)
         if func is naming.MARK and self._running.within:
             return taken_functions.warn_of_name(args[1])
         if func is tracer.MULTI_HEAD:
