@@ -1,4 +1,7 @@
-"""Autocast's cache of cast weights."""
+"""Autocast's cache of cast weights.
+
+Obsolete when torch has a public name for what it keeps.
+"""
 
 # pyright: reportPrivateUsage=false
 import contextlib

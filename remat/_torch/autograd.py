@@ -1,7 +1,7 @@
 """The engine, the nodes and the functions of autograd.
 
-Obsolete when torch annotates `backward`, and has a class for each error that is told here by its
-text.
+Obsolete when torch annotates `backward`, has a class for each error that is told here by its
+text, and gives the rest public names; a function that says so itself has an end of its own.
 """
 
 # pyright: reportPrivateUsage=false
@@ -37,7 +37,10 @@ def untracked_alias(tensor: Tensor) -> Tensor:
 
 
 def plain_apply(function: Any) -> Callable[..., Any]:
-    """`function.apply` for calls without transforms and dead wrappers: it looks for neither."""
+    """`function.apply` for calls without a transform and without dead wrappers.
+
+    It skips the Python code that looks for them. Obsolete when `Function.apply` is in C.
+    """
     above: Any = super(torch.autograd.Function, function)
     return above.apply
 
@@ -60,7 +63,8 @@ node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 def changed_since_saved(node: Any) -> list[tuple[int, Tensor]]:
     """The tensors that were written to after a node saved them: their places, and as they are.
 
-    Reading all saved tensors raises for the first such one, and does not say which it is.
+    Reading all saved tensors raises for the first such tensor without saying which one it
+    is. Obsolete when torch's error says so.
     """
     found: list[tuple[int, Tensor]] = []
     for place, each in enumerate(node._raw_saved_tensors):
@@ -146,7 +150,10 @@ _NOT_OF_USERS = ("remat.", "torch._higher_order_ops.")
 
 
 def has_own_rule(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether an `autograd.Function` of the user's made some tensors."""
+    """Whether an `autograd.Function` of the user's made some tensors.
+
+    Obsolete when a node of autograd tells its `Function`.
+    """
     nodes = nodes_behind([each.grad_fn for each in tensors if each is not None])
     homes = filter(None, map(_home_of_function, nodes))
     return not all(home.startswith(_NOT_OF_USERS) for home in homes)
@@ -234,7 +241,10 @@ _open_blocks: list[contextlib.ExitStack] = []
 
 @contextlib.contextmanager
 def lifted_past_modes(lift: Callable[[Tensor], Tensor]) -> Generator[Lifting]:
-    """Lifts what this thread gives `autograd.Function`s and levels of torch.func past modes."""
+    """Lifts what this thread gives to `autograd.Function`s, and to levels of torch.func.
+
+    No mode sees it there. Obsolete when these are torch functions.
+    """
     with _lock:
         _open_blocks.append(contextlib.ExitStack())
         for owner, name, replace in () if len(_open_blocks) > 1 else _ENTRANCES:

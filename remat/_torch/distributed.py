@@ -1,4 +1,7 @@
-"""Collectives, process groups, `fully_shard`, and the policies of torch's own wrappers."""
+"""Collectives, process groups, `fully_shard`, and the policies of torch's own wrappers.
+
+Obsolete when torch types them, and tells the state of a module of `fully_shard`.
+"""
 
 # pyright: reportPrivateUsage=false
 import contextlib
@@ -54,7 +57,8 @@ def finished_work() -> Any:
 def start_gather(out: Tensor, part: Tensor, group: Any) -> Any:
     """Begins to gather the parts of all ranks into `out`; the result has `wait`.
 
-    torch 2.13 warns that this function is deprecated; 2.15 does not.
+    torch 2.13 warns that this function is deprecated; 2.15 does not. Obsolete when 2.13 is no
+    longer supported.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*gather.*")
@@ -76,7 +80,8 @@ def ranks_of(group: Any) -> list[int]:
 def picked_by(policy: Any, model: Any) -> dict[Any, dict[str, Any]]:
     """The modules, and options for each, that a policy of FSDP's picks out of a model.
 
-    The model itself is not among them where the policy is asked about one module at a time.
+    The model itself is not among them where the policy is asked about one module after the
+    other. Obsolete when torch has a public way to ask a policy.
     """
     if not callable(policy):
         return policy._run_policy(model, ignored_modules=set(), root_kwargs={})
@@ -99,7 +104,8 @@ def is_fsdp_idle(module: Any) -> bool:
 def sharded_parameters(module: Any) -> list[Tensor]:
     """The tensors that a module holds for the parameters that `fully_shard` splits.
 
-    Parameters of inner modules that are sharded separately, and `ignored_params`, are left out.
+    Parameters of inner modules that are sharded separately, and `ignored_params`, are left
+    out. Obsolete when torch lists these parameters.
     """
     groups: Any = module._get_fsdp_state()._fsdp_param_groups
     places = [each._module_info for group in groups for each in group.fsdp_params]

@@ -1,4 +1,7 @@
-"""DTensors, and the results of collectives that are under way."""
+"""DTensors, and the results of collectives that are under way.
+
+Obsolete when DTensor makes its spec public.
+"""
 
 # pyright: reportPrivateUsage=false
 import sys
@@ -46,7 +49,10 @@ def _dtensor_class() -> Any:
 
 
 def is_under_way(tensor: Tensor) -> bool:
-    """Whether a tensor is the result of a collective that is still to be waited for."""
+    """Whether a tensor is the result of a collective that is still to be waited for.
+
+    Obsolete, with the function below, when such a tensor is a plain one after its wait.
+    """
     module = sys.modules.get("torch.distributed._functional_collectives")
     return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
 

@@ -1,4 +1,7 @@
-"""Dynamo and the graphs that it makes."""
+"""Dynamo and the graphs that it makes.
+
+Obsolete when a library can tell torch.compile in public what a region is.
+"""
 
 # pyright: reportPrivateUsage=false
 import contextlib
@@ -18,7 +21,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 # `call_unseen(around, function, *args)` is `around(function)(*args)`. Dynamo traces only the
-# function; AOTAutograd then runs `around` on Dynamo's graph of it.
+# function; AOTAutograd then runs `around` on Dynamo's graph of it. Obsolete when torch.compile
+# has a public way for a library to wrap a part of a graph.
 call_unseen: Callable[..., Any] = dynamo_bypassing_wrapper
 
 
@@ -72,7 +76,10 @@ def whole_graphs_in_parts() -> Generator[None]:
 
 
 def end_graph(why: str) -> None:
-    """Ends the graph that Dynamo makes; with `fullgraph=True` raises an error that says why."""
+    """Ends the graph that Dynamo makes; with `fullgraph=True` raises an error that says why.
+
+    Obsolete when `torch.compiler` has a public name for it.
+    """
     _torch._dynamo.graph_break(msg=why)
 
 

@@ -1,4 +1,8 @@
-"""Tensors without data, and the mode that makes them."""
+"""Tensors without data, and the mode that makes them.
+
+Obsolete when both can be told by public names; a function that says so itself has an end
+of its own.
+"""
 
 # pyright: reportPrivateUsage=false
 import contextlib
@@ -253,7 +257,8 @@ def zeros_like_results(
 def updated_as_real() -> contextlib.AbstractContextManager[None]:
     """Inside, optimizers choose for fake tensors how to update tensors of their device.
 
-    On an accelerator that is all parameters by one call, unless they are told otherwise.
+    On an accelerator that is all parameters by one call, unless they are told otherwise. Obsolete
+    when they ask for the device alone.
     """
     kinds = [*_optimizers._foreach_supported_types, FakeTensor]
     return attributes_as(_optimizers, _foreach_supported_types=kinds)

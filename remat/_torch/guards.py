@@ -156,7 +156,7 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     These are torch.compile's own guards. They take a tenth of the time of reading the
     metadata in Python. They also fail if autocast or inference mode differs, and if one of
     the check and its making is under torch.func and the other is not. Under autocast it
-    also matters which tensors are cast each time.
+    also matters which tensors are cast each time. Obsolete when torch has a public name.
     """
     guards = _guards.TensorGuards(
         *tensors,
@@ -226,6 +226,6 @@ def state_guard() -> Callable[[], bool]:
     """A check that this thread's autocast, default dtype and determinism are as now.
 
     This is torch.compile's own guard, which also checks grad mode and the number of threads.
-    It takes a fifth of the time of reading them.
+    It takes a fifth of the time of reading them. Obsolete when torch has a public name.
     """
     return _guards.GlobalStateGuard().check

@@ -1,4 +1,7 @@
-"""Code that runs outside of every transform and every mode of the caller."""
+"""Code that runs outside of every transform and every mode of the caller.
+
+Obsolete when torch has one public context for that.
+"""
 
 # pyright: reportPrivateUsage=false
 import contextlib

@@ -161,6 +161,7 @@ def versions_below(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """How often each tensor was written to, below all torch.func wrappers.
 
     A wrapper has a counter of its own, which misses writes to the tensor that it wraps.
+    Obsolete when autograd looks at the counter of the wrapped tensor.
     """
     return versions_of(all_unwrapped(tensors))
 
@@ -214,9 +215,11 @@ def is_followed(tensor: Tensor) -> bool:
 def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:
     """Gives a tensor a new value, below the transforms that have not wrapped it.
 
-    torch.func refuses an in-place operator on a tensor from outside. Obsolete when it permits one
-    where no gradient flows. A write that is `unseen`, as a kernel's of statistics, leaves the
-    tensor's version, so that a backward that saved it does not raise.
+    This is how a kernel writes its statistics. torch.func refuses an in-place operator on
+    a tensor from outside. Obsolete when it permits one where no gradient flows.
+
+    A write that is `unseen`, as a kernel's of statistics, leaves the tensor's version, so that
+    a backward that saved it does not raise. Obsolete when torch's kernels declare such writes.
     """
     active = current_interpreter()
     if active is not None and active[0] in {"grad", "jvp"}:
@@ -289,6 +292,7 @@ def at_current_level(module: fx.GraphModule) -> fx.GraphModule:
     """A graph of Dynamo with its levels of torch.func renumbered for the active transforms.
 
     Dynamo numbers the levels by the transforms that were active where it traced the graph.
+    Obsolete when its graphs count levels from where they run.
     """
     places = {
         node: _LEVELS[name]

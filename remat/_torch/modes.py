@@ -1,4 +1,7 @@
-"""The dispatch modes and torch-function modes of a thread."""
+"""The dispatch modes and torch-function modes of a thread.
+
+Obsolete when torch makes the stacks of modes public.
+"""
 
 # pyright: reportPrivateUsage=false
 import abc
@@ -42,13 +45,15 @@ class DispatchMode(TorchDispatchMode, abc.ABC):
 
 # Runs the body below autograd: nothing is recorded, no view knows its base, and tensors that share
 # memory do not share a version counter. It is cheaper than `torch.no_grad` by a tenth of an
-# operator's overhead; tensors of inference mode could not be saved for a backward.
+# operator's overhead; tensors of inference mode could not be saved for a backward. Obsolete when
+# torch has a public name for it.
 below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = (
     torch._C._AutoDispatchBelowADInplaceOrView
 )
 # The dispatch modes of this thread, the innermost last.
 dispatch_modes: Callable[[], Sequence[Any]] = _get_current_dispatch_mode_stack
 # () -> a context whose body is hidden from the torch-function modes, such as a trace's.
+# Obsolete when torch makes public the switch that leaves subclasses enabled.
 without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = (
     torch._C.DisableTorchFunction
 )
@@ -91,6 +96,7 @@ def torch_function_as(state: Any) -> Generator[None]:
     """Restores, inside, an earlier `torch_function_state`.
 
     `loss.backward()` turns subclasses off while it runs, if the loss is of a subclass.
+    Obsolete when it does not.
     """
     before = torch_function_state()
     _torch._C._set_torch_function_state(state)
@@ -141,7 +147,8 @@ def _without_default_device() -> Generator[None]:
 def is_below_autograd() -> bool:
     """Whether a mode that is asked now is below autograd, which records nothing of it.
 
-    A mode meets operators that C++ calls (TorchScript's interpreter) only there.
+    A mode meets operators that C++ calls (TorchScript's interpreter) only there. Obsolete
+    when such calls are torch functions.
     """
     key = torch._C.DispatchKey.AutogradFunctionality
     return torch._C._dispatch_tls_is_dispatch_key_excluded(key)

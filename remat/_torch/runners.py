@@ -1,4 +1,8 @@
-"""What runs a graph as a whole: code that Inductor compiles, and torch's own interpreter."""
+"""What runs a graph as a whole: code that Inductor compiles, and torch's own interpreter.
+
+Obsolete when `torch._inductor.compile` loses its underscore, and torch has a public way to run
+a list of operators in one call.
+"""
 
 # pyright: reportPrivateUsage=false
 import importlib

@@ -1,4 +1,7 @@
-"""Operators: what torch knows of them, and how this package makes its own."""
+"""Operators: what torch knows of them, and how this package makes its own.
+
+Obsolete when overloads show their schemas and torch annotates torch.library.
+"""
 
 # pyright: reportPrivateUsage=false
 import functools
@@ -41,6 +44,7 @@ def out_variant(op: Any) -> tuple[OpOverload, str] | None:
 
     Only where both forms are one kernel, as torch's "structured" operators are: of others
     the writing form has no kernel for meta tensors, or copies what the first form returns.
+    Obsolete when torch has a public name for the pair.
     """
     for name in op.overloadpacket.overloads():
         found: OpOverload = getattr(op.overloadpacket, name)
@@ -70,7 +74,8 @@ def is_composite(op: Any) -> bool:
 def made_of_others(op: Any) -> Callable[..., Any] | None:
     """What an operator without a derivative is made of, None if it has one or that is unknown.
 
-    Such as the backward of silu: torch has another formula for gradients to be differentiated.
+    Such as the backward of silu: torch takes another formula for a gradient that is to be
+    differentiated. Obsolete when torch gives `_decomp` a public name.
     """
     if op is torch.ops.aten.native_group_norm_backward.default:
         return decomposition_table[op]  # pyright: ignore[reportUnknownVariableType]
@@ -95,7 +100,8 @@ def has_kernel_on(device_type: str, name: str) -> bool:
 def needs_grad_mode(op: Any) -> bool:
     """Whether a kernel looks at grad mode to learn if a backward will follow.
 
-    mkldnn's recurrent layers return no workspace without grad mode.
+    mkldnn's recurrent layers return no workspace without grad mode. Obsolete when they look
+    at their argument `train` instead.
     """
     return op is torch.ops.aten.mkldnn_rnn_layer.default
 
@@ -153,7 +159,10 @@ def register_vmap(name: str, function: Callable[..., Any]) -> None:
 
 
 def leave_out_of_compilers(op: Any) -> None:
-    """Lets AOTAutograd drop an operator that returns nothing."""
+    """Lets AOTAutograd drop an operator that returns nothing.
+
+    Obsolete when it drops operators that only Dynamo's graphs should hold.
+    """
 
     def dropped(*_: Any) -> None: ...
 

@@ -1,4 +1,7 @@
-"""Sizes that are symbols of a trace."""
+"""Sizes that are symbols of a trace.
+
+Obsolete when torch.export's shape environment is public.
+"""
 
 # pyright: reportPrivateUsage=false
 import functools
@@ -166,15 +169,20 @@ def is_open(tensor: Tensor) -> bool:
 
 
 def number(symbol: Any) -> Any:
-    """The number that a symbol stands for, which is then guarded; other numbers as they are."""
+    """The number that a symbol of torch.compile stands for, which is then guarded.
+
+    Anything else is returned as it is. Obsolete, like the next function, when graphs may hold
+    for all sizes.
+    """
     return PLAIN[type(symbol)](symbol) if isinstance(symbol, SYMBOLIC) else symbol
 
 
 def why_open(symbol: Any) -> str:
     """Says what a symbol depends on that a guard must not fix; "" if on nothing.
 
-    That is a size that the user has marked by `torch._dynamo.mark_dynamic`, for which torch raises
-    if a guard fixes it; or a number that is known only from values.
+    That is a size that the user has marked by `torch._dynamo.mark_dynamic`, for which torch
+    raises if a guard fixes it; or a number that is known only from values. Obsolete when a
+    `SymInt` can be asked for its constraint.
     """
     if not isinstance(symbol, SYMBOLIC):
         return ""

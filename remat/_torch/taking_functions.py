@@ -1,4 +1,8 @@
-"""Operators that take functions, such as `torch.cond`: which are known, and what they give them."""
+"""Operators that take functions, such as `torch.cond`: which are known, and what they give them.
+
+Obsolete when such an operator tells which of its arguments are functions, which tensors these
+are given, and for which transforms it has a rule.
+"""
 
 # pyright: reportPrivateUsage=false
 import dataclasses
@@ -101,7 +105,10 @@ def callable_for(op: Any) -> Any:
 
 
 def _cond_of_batches(mask: Any, yes: Any, no: Any, operands: Sequence[Any]) -> Any:
-    """`cond`, whose rule in torch gives one result alone where vmap maps the predicate."""
+    """`cond`, whose rule in torch gives one result alone where vmap maps the predicate.
+
+    Obsolete when it gives all.
+    """
     if not functorch.is_batchedtensor(mask):
         op: Any = torch.ops.higher_order.cond
         return op(mask, yes, no, operands)

@@ -1,4 +1,7 @@
-"""What torch knows of a tensor by names that it has not made public."""
+"""What torch knows of a tensor by names that it has not made public.
+
+Obsolete when it does.
+"""
 
 # pyright: reportPrivateUsage=false
 import operator

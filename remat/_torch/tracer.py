@@ -47,7 +47,15 @@ def load_tracer() -> None:
 
 
 def traceable(func: Any) -> Any:
-    """The function itself, or one that does the same in a trace, as torch's own cannot."""
+    """The function itself, or one that does the same without reading numbers.
+
+    `F.one_hot` checks its classes by value unless the tensor is a fake one. It cannot see
+    that if a level of torch.func inside the trace (forward mode over reverse mode) wraps the
+    fake tensor. Obsolete when it can.
+
+    `nn.Parameter` calls `requires_grad_` of a fake tensor, but not of another, and every level
+    of torch.func refuses that. Obsolete when it makes both in one way.
+    """
     return _TRACEABLE.get(func, func)
 
 
@@ -137,7 +145,10 @@ def make_fx(
 
 @contextlib.contextmanager
 def _compiled_functions_as_written() -> Generator[None]:
-    """Lets compiled functions, which refuse to be traced, run uncompiled."""
+    """Lets compiled functions, which refuse to be traced, run uncompiled.
+
+    Obsolete when they do so in a trace by themselves.
+    """
     load_tracer()
     unrefused = _torch._dynamo.config.patch(error_on_nested_fx_trace=False)
     with unrefused, dynamo_as_before(), whole_graphs_in_parts():
@@ -248,7 +259,10 @@ def proxy_is_active() -> bool:
 
 
 def is_in_compiler() -> bool:
-    """Whether AOTAutograd, torch.compile's second half, runs this thread's operators."""
+    """Whether AOTAutograd, torch.compile's second half, runs this thread's operators.
+
+    Obsolete when `torch.compiler` tells that from a trace by Dynamo.
+    """
     functional: Any = torch._C._TorchDispatchModeKey.FUNCTIONAL
     return _torch._C._get_dispatch_mode(functional) is not None
 
@@ -276,5 +290,8 @@ def add_placeholder(tensor: Tensor, name: str) -> None:
 
 
 def own_parametrizations() -> contextlib.AbstractContextManager[None]:
-    """Inside, `torch.nn.utils.parametrize.cached()` has a cache of its own, for stand-ins."""
+    """Inside, `torch.nn.utils.parametrize.cached()` has an empty cache of its own.
+
+    What it caches there comes from stand-ins. Obsolete when the cache is public.
+    """
     return attributes_as(parametrize, _cache={})

@@ -1,4 +1,7 @@
-"""Pytrees: leaves, paths and structure."""
+"""Pytrees: leaves, paths and structure.
+
+Obsolete when torch.utils._pytree loses its underscore.
+"""
 
 # pyright: reportPrivateUsage=false
 import dataclasses
