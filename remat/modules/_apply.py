@@ -131,11 +131,12 @@ def _with_a_forward(
 ) -> list[nn.Module]:
     """The modules that can be called; warns of a container, and if nothing matches."""
     callable_ones: list[nn.Module] = []
+    said = f"modules.apply(where={where!r})"
     for name, module in found:
         if isinstance(module, torch.jit.ScriptModule):
             raise refusal(
                 TraceError,
-                where=f"modules.apply(where={where!r})",
+                where=said,
                 what=f"matches `{name}`, a {type(module).__name__}.",
                 why="TorchScript's interpreter runs its forward, and hides its operators "
                 "and the gradients of its parameters from a region.",
@@ -143,27 +144,23 @@ def _with_a_forward(
                 "`where`.",
             )
         if type(module).forward is nn.Module.forward:
-            _warn_of_apply(
-                f"`{name}`, a {type(module).__name__}, has no `forward`.",
-                "It is a container, of which only the parts are called.",
-                f'Name the parts: "{name}.*".' if name else 'Name the parts: "*".',
-                where,
+            warn(
+                where=said,
+                what=f"`{name}`, a {type(module).__name__}, has no `forward`.",
+                why="It is a container, of which only the parts are called.",
+                do=f'Name the parts: "{name}.*".' if name else 'Name the parts: "*".',
             )
         else:
             callable_ones.append(module)
     if not found:
-        _warn_of_apply(
-            "matches no module of the model.",
-            "A glob is compared part by part with qualified names, and a class with "
+        warn(
+            where=said,
+            what="matches no module of the model.",
+            why="A glob is compared part by part with qualified names, and a class with "
             "isinstance.",
-            "Look at the names with model.named_modules().",
-            where,
+            do="Look at the names with model.named_modules().",
         )
     return callable_ones
-
-
-def _warn_of_apply(what: str, why: str, do: str, where: Where) -> None:
-    warn(where=f"modules.apply(where={where!r})", what=what, why=why, do=do)
 
 
 def matching(model: nn.Module, where: Where) -> list[tuple[str, nn.Module]]:
@@ -185,8 +182,8 @@ def matching(model: nn.Module, where: Where) -> list[tuple[str, nn.Module]]:
 
 def _matcher(where: Where) -> Callable[[str, nn.Module], bool]:
     if isinstance(where, str):
-        glob = _parts(where)
-        return lambda name, module: _fits(_parts(name), glob)
+        glob = _name_parts(where)
+        return lambda name, module: _fits_glob(_name_parts(name), glob)
     if isinstance(where, (type, tuple)):
         classes = cast(
             "tuple[Any, ...]", where if isinstance(where, tuple) else (where,)
@@ -199,21 +196,20 @@ def _matcher(where: Where) -> Callable[[str, nn.Module], bool]:
     return where
 
 
-def _parts(name: str) -> list[str]:
+def _name_parts(name: str) -> list[str]:
     """The parts of a qualified name; the model itself has none."""
     return name.split(".") if name else []
 
 
-def _fits(parts: Sequence[str], glob: Sequence[str]) -> bool:
+def _fits_glob(parts: Sequence[str], glob: Sequence[str]) -> bool:
     """Whether a name fits a glob, part by part; "**" stands for any number of parts."""
     if not glob:
         return not parts
     first, *rest = glob
     if first == "**":
-        return any(_fits(parts[skip:], rest) for skip in range(len(parts) + 1))
-    return (
-        bool(parts) and fnmatch.fnmatchcase(parts[0], first) and _fits(parts[1:], rest)
-    )
+        return any(_fits_glob(parts[skip:], rest) for skip in range(len(parts) + 1))
+    is_first = bool(parts) and fnmatch.fnmatchcase(parts[0], first)
+    return is_first and _fits_glob(parts[1:], rest)
 
 
 def _unknown_where(where: Any) -> TypeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -17,6 +17,7 @@ from remat._errors import refusal
 from remat._generators import device_states
 from remat._plans.plan import Plan, Planner
 from remat._torch import fakes, trees
+from remat._torch.attributes import attributes_as
 from remat.modules._apply import Where, matching
 from remat.policies import AbstractPolicy, Budget
 from remat.policies._budget import planning_again
@@ -47,55 +48,49 @@ class BlockCall:
 
 
 @contextlib.contextmanager
-def called_instead(module: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
-    own = module.__dict__
-    before = {key: own[key] for key in ("forward",) if key in own}
-    own["forward"] = forward
-    try:
+def called_instead(
+    modules: Iterable[nn.Module], stand_in: Callable[..., Any]
+) -> Generator[None]:
+    """Inside, a call of a module is `stand_in(module, its forward, *args, **kwargs)`."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            instead = functools.partial(stand_in, module, module.forward)
+            stack.enter_context(attributes_as(module, forward=instead))
         yield
-    finally:
-        del own["forward"]
-        own.update(before)
 
 
 def blocks_of(model: nn.Module, where: Where | None) -> list[tuple[str, nn.Module]]:
     found = _largest_stack(model) if where is None else matching(model, where)
     names = [name for name, _ in found]
     nested = [
-        (outer, inner)
+        f"`{inner}` is a part of `{outer}`."
         for outer in names
         for inner in names
         if inner != outer and (not outer or inner.startswith(f"{outer}."))
     ]
     if found and not nested:
         return found
-    outer, inner = nested[0] if nested else ("", "")
-    what = f"`{inner}` is a part of `{outer}`." if nested else "found no blocks."
     raise refusal(
         ValueError,
         where=f"modules.plan(where={where!r})",
-        what=what,
+        what=[*nested, "found no blocks."][0],
         why="A budget is split among blocks that do not contain each other.",
         do='Name the blocks, as in where="layers.*".',
     )
 
 
 def _largest_stack(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    stacks = [
-        each
-        for each in matching(model, (nn.ModuleList, nn.Sequential))
-        if len(list(each[1].children())) > 1
-    ]
+    lists = matching(model, (nn.ModuleList, nn.Sequential))
+    stacks = [(name, each) for name, each in lists if len([*each.children()]) > 1]
     if not stacks:
         return []
-    name, stack = max(
-        stacks, key=lambda each: sum(p.numel() for p in each[1].parameters())
-    )
+    sizes = [sum(p.numel() for p in each.parameters()) for _, each in stacks]
+    name, stack = stacks[sizes.index(max(sizes))]
     prefix = f"{name}." if name else ""
     return [(f"{prefix}{key}", child) for key, child in stack.named_children()]
 
 
-def called(
+def calls_of_blocks(
     model: nn.Module,
     named: Sequence[tuple[str, nn.Module]],
     args: tuple[Any, ...],
@@ -104,34 +99,28 @@ def called(
     """The calls of blocks in one call of the model, in order.
 
     What is around the blocks runs, so that it decides as at run time (whether a mask is
-    passed, say); in the place of a block stands what gives zeros. A model without data runs
-    on fake tensors.
+    passed, say); for a block stands what gives zeros. Models without data run on fakes.
     """
     calls: list[BlockCall] = []
+    names = {module: name for name, module in named}
     given = trees.tensor_leaves((args, kwargs))
     tensors = [*model.parameters(), *model.buffers(), *given]
     has_data = not any(each.is_meta or fakes.is_fake(each) for each in tensors)
 
-    def stand_in(
-        name: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        calls.append(BlockCall(name, module, args, kwargs))
+    def stand_in(module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        calls.append(BlockCall(names[module], module, args, kwargs))
         if has_data:
             return fakes.zeros_like_results(forward, args, kwargs)
         return forward(*args, **kwargs)
 
-    with contextlib.ExitStack() as stack:
-        for name, module in named:
-            instead = functools.partial(stand_in, name, module, module.forward)
-            stack.enter_context(called_instead(module, instead))
+    with called_instead(names, stand_in):
         if has_data:
-            devices = {each.device for each in tensors}
-            stack.enter_context(device_states.put_back(devices))
-            copies = {name: each.clone() for name, each in model.named_buffers()}
-            torch.func.functional_call(model, copies, args, kwargs)
+            with device_states.put_back({each.device for each in tensors}):
+                copies = {name: each.clone() for name, each in model.named_buffers()}
+                torch.func.functional_call(model, copies, args, kwargs)
         else:
             fakes.call_on_fakes(model, args, kwargs)
-    for name in {name for name, _ in named}.difference(each.name for each in calls):
+    for name in {*names.values()}.difference(each.name for each in calls):
         raise refusal(
             ValueError,
             where=f"modules.plan: the block `{name}`",

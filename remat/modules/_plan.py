@@ -20,7 +20,7 @@ from remat._plans.shares import Loads, Shares
 from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._torch import trees
 from remat.modules._apply import Where, apply, remove
-from remat.modules._blocks import BlockCall, blocks_of, called
+from remat.modules._blocks import BlockCall, blocks_of, calls_of_blocks
 from remat.modules._step import Step
 from remat.policies import AbstractPolicy, Budget
 from remat.policies._budget import Peak, Size, as_budget
@@ -36,8 +36,7 @@ class ModulePlanRow:
         name: the block's qualified name.
         plan: what the call saves, and what that costs.
         input_bytes: what its inputs hold, those of calls before it and parameters aside.
-        gradient_bytes: what the gradients of the block's parameters take, which its last
-            call makes first.
+        gradient_bytes: its parameters' gradients, which its last call makes first.
     """
 
     name: str
@@ -57,8 +56,7 @@ class ModulePlan:
         rows: the calls of blocks, in order.
         budget_bytes: the most that all blocks may hold together.
         timeline: what lives in the whole step, where `step` was given.
-        beside: the points beside this one, which recompute less and more, where there was
-            a limit of the peak.
+        beside: the points that recompute less and more, where the peak had a limit.
     """
 
     rows: tuple[ModulePlanRow, ...]
@@ -96,7 +94,7 @@ class ModulePlan:
         """A line for each block, and the totals."""
         lines = [
             f"{row.name}: saves {show_size(row.plan.saved_bytes)} "
-            f"({', '.join(_saved_in_block(row.plan)) or 'nothing'}), recomputes "
+            f"({_saved_in_block(row.plan)}), recomputes "
             f"{row.plan.recompute_flops:.3g} FLOPs"
             for row in self.rows
         ]
@@ -109,11 +107,11 @@ class ModulePlan:
         return "\n".join([*lines, *moments, *filter(None, [self.beside])])
 
 
-def _saved_in_block(found: Plan) -> list[str]:
+def _saved_in_block(found: Plan) -> str:
     """What the plan of a block saves: names, or operators."""
-    saved = [row.name or row.op for row in found.rows if row.storage is not None]
-    counts = Counter(saved).items()
-    return [what if count == 1 else f"{count} x {what}" for what, count in counts]
+    saved = Counter(row.name or row.op for row in found.rows if row.storage is not None)
+    shown = [what if n == 1 else f"{n} x {what}" for what, n in saved.items()]
+    return ", ".join(shown) or "nothing"
 
 
 def plan(
@@ -142,8 +140,7 @@ def plan(
         model: the model; regions that `apply` put in its blocks are replaced.
         budget: the most that the blocks save in one call of the model, as
             `policies.budget` takes it, or such a policy, with its `allow`; a float in (0, 1]
-            is a fraction of what the blocks hold without remat. None means as much as `peak`
-            lets.
+            is a fraction of what the blocks hold without remat. None: what `peak` lets.
         peak: the most that the blocks may hold and make at once in a step, with their inputs
             and the gradients of their parameters: `predicted_peak_bytes`. As
             `policies.budget` takes it.
@@ -156,8 +153,7 @@ def plan(
         costs: what as little as possible is recomputed of, as `policies.budget` takes it.
 
     Returns:
-        A callable that takes the arguments of a call of the model, and returns what was
-        chosen.
+        A callable that takes the arguments of a call of the model, and gives the choice.
 
     Raises:
         ValueError: there are no blocks, they nest, a call of the model does not reach one of
@@ -180,32 +176,30 @@ def plan(
 
     References:
         Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019,
-        https://arxiv.org/abs/1911.13214, decides for chains by whole blocks; here each
-        block decides by values.
+        https://arxiv.org/abs/1911.13214, decides by whole blocks, not by values.
     """
     bound = as_budget(budget, peak, "modules.plan(budget=...)", costs)
 
     def planned(*args: Any, **kwargs: Any) -> ModulePlan:
         for _, module in (named := blocks_of(model, where)):
             remove(module)
-        calls = called(model, named, args, kwargs)
+        calls = calls_of_blocks(model, named, args, kwargs)
         recording = step and step.recorded(model, calls, args, kwargs, bound.costs)
-        chosen = _within(calls, bound, recording)
+        chosen = _plan_within(calls, bound, recording)
         for block, _ in named:
             places = [k for k, call in enumerate(calls) if call.name == block]
             plans = [chosen.rows[k].plan for k in places]
             policy = calls[places[0]].policy(plans[0])
             if any(each.policy != plans[0].policy for each in plans):
-                policy = dataclasses.replace(
-                    bound, size=plans[0].budget_bytes, peak=None
-                )
+                size = plans[0].budget_bytes
+                policy = dataclasses.replace(bound, size=size, peak=None)
             apply(model, lambda name, _, block=block: name == block, policy=policy)
         return chosen
 
     return planned
 
 
-def _within(
+def _plan_within(
     blocks: Sequence[BlockCall], bound: Budget, recording: Recording | None
 ) -> ModulePlan:
     """Gives each block its share, so that all are within the bounds."""
@@ -276,9 +270,6 @@ def _row_of(blocks: Sequence[BlockCall], place: int, found: Plan) -> ModulePlanR
     inputs = trees.tensor_leaves((block.args, block.kwargs))
     new = {id(each): each for each in inputs if id(each) not in known}
     is_last = all(each.name != block.name for each in blocks[place + 1 :])
-    return ModulePlanRow(
-        block.name,
-        found,
-        sum(TensorMeta.of(each).once.size_bytes for each in new.values()),
-        sum(TensorMeta.of(each).size_bytes for each in parameters) * is_last,
-    )
+    held = sum(TensorMeta.of(each).once.size_bytes for each in new.values())
+    gradients = sum(TensorMeta.of(each).size_bytes for each in parameters) * is_last
+    return ModulePlanRow(block.name, found, held, gradients)

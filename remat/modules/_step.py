@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -63,31 +62,19 @@ class Step:
 
             def run(recorder: Recorder) -> Tensor:
                 places = itertools.count()
-                with contextlib.ExitStack() as stack:
-                    for module in dict.fromkeys(each.module for each in blocks):
-                        instead = _stand_in(recorder, places, module)
-                        stack.enter_context(called_instead(module, instead))
+
+                def stand_in(
+                    module: Any, forward: Any, /, *args: Any, **kwargs: Any
+                ) -> Any:
+                    call, captured = (args, kwargs), module.parameters()
+                    return recorder.call(next(places), forward, call, captured)
+
+                with called_instead({each.module for each in blocks}, stand_in):
                     state = {**parameters, **buffers}
                     found = torch.func.functional_call(model, state, args, kwargs)
                 return self.loss(found)
 
-            return record(
-                run,
-                leaves,
-                parameters.values(),
-                (buffers, args, kwargs),
-                optimizer_on(self.optimizer, fakes, "modules.Step(optimizer=...)"),
-                costs,
-            )
-
-
-def _stand_in(
-    recorder: Recorder, places: Iterator[int], module: nn.Module
-) -> Callable[..., Any]:
-    forward = module.forward
-
-    def instead(*args: Any, **kwargs: Any) -> Any:
-        call, captured = (args, kwargs), module.parameters()
-        return recorder.call(next(places), forward, call, captured)
-
-    return instead
+            where = "modules.Step(optimizer=...)"
+            optimizer = optimizer_on(self.optimizer, fakes, where)
+            others = (buffers, args, kwargs)
+            return record(run, leaves, parameters.values(), others, optimizer, costs)
