@@ -6,7 +6,7 @@ it runs tile by tile; anything else gets the logits themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -56,18 +56,17 @@ class LateProduct(Tensor):
         with modes.without_torch_function():
             if func in _METADATA:
                 return func(*args, **(kwargs or {}))
-            own, *rest = args or (None,)
-            if isinstance(own, cls) and _keeps_hold(func):
-                raise _untouchable(f"`{func.__name__}` of them is called")
-            if isinstance((kwargs or {}).get("out"), cls):
+            options = dict(kwargs or {})
+            if isinstance(options.get("out"), cls):
                 raise _untouchable("something is written to them")
-            is_known = func is F.cross_entropy or not kwargs
-            rule = _LATE.get(func) if is_known and isinstance(own, cls) else None
-            late = rule and rule(own, *rest, **(kwargs or {}))
-            if late is not None:
-                return late
-        args, kwargs = trees.map_tensors(_computed, (args, dict(kwargs or {})))
-        return func(*args, **(kwargs or {}))
+            if args and isinstance(args[0], cls):
+                if _keeps_hold(func):
+                    raise _untouchable(f"`{func.__name__}` of them is called")
+                late = _kept_late(func, *args, **options)
+                if late is not None:
+                    return late
+        args, options = trees.map_tensors(_computed_logits, (args, options))
+        return func(*args, **options)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
@@ -126,16 +125,14 @@ def _keeps_hold(func: Any) -> bool:
     return is_in_place or name in _HOLDING
 
 
-_HOLDING = frozenset(
-    [
-        "__setitem__",
-        *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or")),
-        *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
-    ]
-)  # fmt: skip
+_HOLDING = {
+    "__setitem__",
+    *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or")),
+    *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+}
 
 
-def _computed(tensor: Tensor) -> Tensor:
+def _computed_logits(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, LateProduct):
         return tensor
     with modes.without_torch_function():
@@ -144,22 +141,43 @@ def _computed(tensor: Tensor) -> Tensor:
     return F.linear(tensor.rows, tensor.head).to(dtype)
 
 
-def _viewed(late: LateProduct, *sizes: Any) -> LateProduct | None:
+def _kept_late(func: Any, late: LateProduct, *rest: Any, **options: Any) -> Any:
+    """What a function gives that goes row by row; None where it needs the product."""
+    match func:
+        case F.cross_entropy:
+            return _cross_entropy(late, *rest, **options)
+        case _ if options:
+            return None
+        case Tensor.to if rest not in ((late.device,), (torch.float32,)):
+            return None
+        case Tensor.float | Tensor.to:
+            is_moved = rest == (late.device,)
+            return late if is_moved else late.changed(late.rows, torch.float32)
+        case Tensor.contiguous:
+            return late
+        case Tensor.view | Tensor.reshape:
+            return _viewed_logits(late, *rest)
+        case Tensor.__getitem__:
+            return _sliced_logits(late, *rest)
+        case _requires_grad.__get__:
+            return late.rows.requires_grad or late.head.requires_grad
+        case _:
+            return None
+
+
+def _viewed_logits(late: LateProduct, *sizes: Any) -> LateProduct | None:
     shape: list[Any] = [*sizes[0]] if isinstance(sizes[0], (tuple, list)) else [*sizes]
     if shape[-1] != len(late.head):
         return None
     return late.changed(late.rows.reshape(*shape[:-1], late.rows.shape[-1]))
 
 
-def _sliced(late: LateProduct, index: Any) -> LateProduct | None:
+def _sliced_logits(late: LateProduct, index: Any) -> LateProduct | None:
     parts: list[Any] = [*index] if isinstance(index, tuple) else [index]
     is_open = any(each is Ellipsis for each in parts)
     is_whole = parts[-1] == slice(None) if is_open else len(parts) < late.dim()
-    if not is_whole or not all(
-        isinstance(each, slice) or each is Ellipsis for each in parts
-    ):
-        return None
-    return late.changed(late.rows[tuple(parts)])
+    kinds = set(map(type, parts)) - {slice, type(Ellipsis)}
+    return late.changed(late.rows[tuple(parts)]) if is_whole and not kinds else None
 
 
 _LOSS_OPTIONS = {"ignore_index", "label_smoothing", "reduction"}
@@ -179,44 +197,10 @@ def _cross_entropy(
         return loss.to(late.dtype)
 
 
-def _to(late: LateProduct, *given: Any, **options: Any) -> LateProduct | None:
-    if len(given) != 1 or options or given[0] not in (late.device, torch.float32):
-        return None
-    return _floated(late) if given[0] == torch.float32 else late
-
-
-def _floated(late: LateProduct) -> LateProduct:
-    return late.changed(late.rows, torch.float32)
-
-
-def _unchanged(late: LateProduct) -> LateProduct:
-    return late
-
-
-def _is_differentiable(late: LateProduct) -> bool:
-    return late.rows.requires_grad or late.head.requires_grad
-
-
-_METADATA = frozenset(
-    {
-        *(
-            getattr(Tensor, name).__get__
-            for name in ("shape", "dtype", "device", "ndim", "layout")
-        ),
-        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point),
-    }
-)
 _requires_grad: Any = Tensor.requires_grad
-_LATE: dict[Any, Callable[..., Any]] = {
-    Tensor.float: _floated,
-    Tensor.to: _to,
-    Tensor.contiguous: _unchanged,
-    Tensor.view: _viewed,
-    Tensor.reshape: _viewed,
-    Tensor.__getitem__: _sliced,
-    F.cross_entropy: _cross_entropy,
-    _requires_grad.__get__: _is_differentiable,
-}
+_FIELDS = ("shape", "dtype", "device", "ndim", "layout")
+_METHODS = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point)
+_METADATA = {*_METHODS, *(getattr(Tensor, name).__get__ for name in _FIELDS)}
 
 
 @final

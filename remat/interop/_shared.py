@@ -78,14 +78,14 @@ def warn_without_effect(where: str, why: str, do: str) -> None:
 
 
 @dynamo.constant_for_dynamo
-def preserve_that_of(module: str) -> None:
+def preserve_tracker_of(module: str) -> None:
     """Registers the tracker of a project, if its module is imported."""
     if module in sys.modules:
-        preserve(sys.modules[module].get_cuda_rng_tracker)
+        preserve_tracker(sys.modules[module].get_cuda_rng_tracker)
 
 
 @dynamo.constant_for_dynamo
-def preserve(get_tracker: Callable[[], Any]) -> None:
+def preserve_tracker(get_tracker: Callable[[], Any]) -> None:
     """Registers a tracker for good, because a backward may come at any time.
 
     A registration of the user's own is left alone.

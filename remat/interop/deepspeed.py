@@ -20,7 +20,7 @@ from remat._regions import prefetch
 from remat._torch import dynamo
 from remat.interop._shared import (
     call_as_region,
-    preserve_that_of,
+    preserve_tracker_of,
     shard_over,
     warn_without_effect,
 )
@@ -127,7 +127,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> y = deepspeed.checkpoint(lambda x: x.sin().sin(), x)
         >>> y.sum().backward()
     """
-    preserve_that_of(_CHECKPOINTING)
+    preserve_tracker_of(_CHECKPOINTING)
     configuration = _Current.value or _Configuration()
     is_stored = configuration.checkpoint_in_cpu or configuration.partition_activations
     storage = functools.partial(configuration.storage, args, kwargs)
@@ -184,7 +184,7 @@ def configure(  # noqa: PLR0917  DeepSpeed's own order
     """
     passed = (partition_activations, contiguous_checkpointing, num_checkpoints)
     passed += (checkpoint_in_cpu, synchronize, profile)
-    options = _section(deepspeed_config)
+    options = _read_section(deepspeed_config)
     named = zip(_ENTRIES.values(), passed, strict=True)
     options |= {name: each for name, each in named if each is not None}
     last = _Current.value
@@ -226,7 +226,9 @@ def reset() -> None:
     release_host_memory()
 
 
-def _section(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+def _read_section(
+    config: Mapping[str, Any] | str | Path | None,
+) -> dict[str, Any]:
     """What a DeepSpeed configuration says of checkpointing, as options of `configure`."""
     if config is None:
         return {}

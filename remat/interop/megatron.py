@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from remat._torch import dynamo
-from remat.interop._shared import call_as_region, preserve_that_of, shard_over
+from remat.interop._shared import call_as_region, preserve_tracker_of, shard_over
 
 __all__ = ["checkpoint"]
 
@@ -60,7 +60,7 @@ def checkpoint(
             "takes True or False after the function, not a "
             f"{type(distribute_saved_activations).__name__}."
         )
-    preserve_that_of(_RANDOM)
+    preserve_tracker_of(_RANDOM)
     if not distribute_saved_activations:
         return call_as_region(function, args, {})
     return call_as_region(

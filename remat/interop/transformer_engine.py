@@ -19,7 +19,7 @@ import torch
 from remat._errors import refusal
 from remat._torch import dynamo
 from remat._user_lines import warn
-from remat.interop._shared import call_as_region, preserve, shard_over
+from remat.interop._shared import call_as_region, preserve_tracker, shard_over
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -92,7 +92,7 @@ def checkpoint(
         args = tuple(rest)
     kwargs = _transformer_engine_kwargs(kwargs)
     if get_rng_state_tracker is not None:
-        preserve(get_rng_state_tracker)
+        preserve_tracker(get_rng_state_tracker)
     storage = functools.partial(shard_over, tp_group, args, kwargs)
     return call_as_region(
         function, args, kwargs, storage if distribute_saved_activations else None

@@ -65,8 +65,7 @@ def enable(
         tiled_loss: in how many tiles the logits are computed for the loss, or a size (see
             `layers.tiled_cross_entropy`). The model's `logits` are computed when something
             else reads them; a model that changes them before its loss gets them whole.
-        tiled_mlp: in how many tiles along the sequence the modules named `mlp` run, or a
-            size (see `layers.tiled`).
+        tiled_mlp: likewise for the modules named `mlp`, along the sequence (`layers.tiled`).
         **options: further options of `remat`. The default of `rng` is "preserve"; a layer
             that cannot be traced (experts that are chosen in a Python loop) needs
             `engine="rerun"`, or "auto" where others can be.
@@ -97,8 +96,8 @@ def enable(
     owner = _owner_of(model)
     require_count("interop.transformers.enable(every=...)", every, at_least=1)
     settings: dict[str, Any] = {"rng": "preserve", "policy": policy, **options}
-    run = functools.partial(_run, remat(**settings))
-    setter = functools.partial(_set, owner, run, every)
+    run = functools.partial(_run_layer, remat(**settings))
+    setter = functools.partial(_set_checkpointing, owner, run, every)
     setter(enable=True)
     owner.__dict__[_HOOK] = setter
     _undo_tiles(model)
@@ -137,9 +136,8 @@ def _head_of(model: nn.Module) -> nn.Linear:
 
 
 def _mlps_of(model: nn.Module) -> list[nn.Module]:
-    named: list[Any] = [getattr(each, "mlp", None) for each in model.modules()]
-    found = [each for each in named if isinstance(each, nn.Module)]
-    if found:
+    named = [getattr(each, "mlp", None) for each in model.modules()]
+    if found := [each for each in named if isinstance(each, nn.Module)]:
         return found
     raise refuse(
         "interop.transformers.enable(tiled_mlp=...)",
@@ -180,7 +178,7 @@ def disable(model: _M) -> _M:
 
 
 @dynamo.unseen_by_dynamo
-def _run(
+def _run_layer(
     decorate: Callable[[Callable[..., Any]], Callable[..., Any]],
     function: Callable[..., Any],
     *args: Any,
@@ -191,16 +189,16 @@ def _run(
     if not collected:
         return decorate(function)(*args, **kwargs)
     keys = [key for key in collected if key != _SELECTED]
-    asked = tuple((key, _place(collected, key)) for key in keys)
+    asked = tuple((key, _num_hidden_states(collected, key)) for key in keys)
     chosen = tuple(sorted(collected[_SELECTED])) if _SELECTED in collected else None
-    region = decorate(functools.partial(_collecting, function, asked, chosen))
+    region = decorate(functools.partial(_run_collecting, function, asked, chosen))
     result, gathered = region(*args, **kwargs)
     for key, each in zip(keys, gathered, strict=True):
         collected[key].extend(each)
     return result
 
 
-def _collecting(
+def _run_collecting(
     function: Callable[..., Any],
     asked: tuple[tuple[str, int], ...],
     chosen: tuple[int, ...] | None,
@@ -219,7 +217,7 @@ def _collecting(
     return result, [collected[key][place:] for key, place in asked]
 
 
-def _place(collected: dict[str, Any], key: str) -> int:
+def _num_hidden_states(collected: dict[str, Any], key: str) -> int:
     """How many a hook must find, to know the first layer, whose input is a hidden state.
 
     No more than it asks for, so that equal layers share a trace.
@@ -230,7 +228,7 @@ def _place(collected: dict[str, Any], key: str) -> int:
     return count if _SELECTED in collected else min(count, 1)
 
 
-def _set(
+def _set_checkpointing(
     owner: nn.Module,
     function: Callable[..., Any],
     every: int,

@@ -91,15 +91,10 @@ class CheckpointOptions:
         settings = _peer_settings(policy, self.preserve_rng_state, self.engine)
         return DecoratedFunction(function, settings)
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a function as a region with these options."""
         if is_dynamo_compiling():
-            kind = _kind(self.context_fn, self.preserve_rng_state, self.engine)
+            kind = _graph_kind(self.context_fn, self.preserve_rng_state, self.engine)
             return torch_compile.call(kind, function, args, kwargs)
         if self.use_reentrant and kwargs:
             raise ValueError(
@@ -139,12 +134,11 @@ def require_options(
 def _peer_settings(
     policy: AbstractPolicy, preserve_rng_state: bool, engine: str
 ) -> Settings:
-    rng = "preserve" if preserve_rng_state else "keys"
-    return Settings(policy, rng, engine)
+    return Settings(policy, "preserve" if preserve_rng_state else "keys", engine)
 
 
 @dynamo.constant_for_dynamo
-def _kind(context_fn: ContextFn, preserve_rng_state: bool, engine: str) -> str:
+def _graph_kind(context_fn: ContextFn, preserve_rng_state: bool, engine: str) -> str:
     """What a graph of torch.compile calls the regions with these options."""
     settings = _peer_settings(policy_of(context_fn), preserve_rng_state, engine)
     return kind_of(settings, "checkpoint(...)")
@@ -178,12 +172,10 @@ def checkpoint(
         use_reentrant: both values run the same implementation, which does what torch's
             non-reentrant variant does. True refuses what torch refuses with it.
         preserve_rng_state: whether the recomputation draws the same random numbers. If
-            it is False, a function that draws raises, where torch's gradients would be
-            wrong.
+            it is False, a function that draws raises; torch's gradients would be wrong.
         context_fn: makes the contexts of `create_selective_checkpoint_contexts`, ours
             or torch's; other contexts raise.
-        determinism_check: "default" or "none". A traced function is one program, and cannot
-            differ from itself.
+        determinism_check: "default" or "none". A trace is always one program.
         debug: warns: errors always name the operator and the line.
         early_stop: False warns, because a traced recomputation always runs only what
             some gradient needs. `engine="rerun"` always runs the whole function. As in
@@ -265,11 +257,10 @@ def checkpoint_sequential(
         >>> checkpoint_sequential(model, 3, torch.ones(2, 4), use_reentrant=False).shape
         torch.Size([2, 4])
     """
-    known = ("preserve_rng_state", "engine")
     require_options(
         "checkpoint_sequential",
         kwargs,
-        known,
+        ("preserve_rng_state", "engine"),
         why="As in torch, functions in a row take no keyword arguments.",
         do="Leave it out, or call checkpoint for each part.",
     )

@@ -58,16 +58,14 @@ class Selective(AbstractPolicy):
 
     @classmethod
     def of(cls, function: PolicyFn) -> Selective:
-        return cls(function, _meaning(function, frozenset()))
+        return cls(function, _meaning_of_policy(function, frozenset()))
 
     def __call__(self, value: Value, /) -> Save | Recompute:
         """Decides about one value; inputs are saved in any case."""
         if value.op is None:
             return Recompute()
-        context = SelectiveCheckpointContext(
-            is_recompute=False,
-            op_output=torch.empty(value.shape, dtype=value.dtype, device="meta"),
-        )
+        output = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
         args, kwargs = _on_meta(value.args), dict(_on_meta(value.kwargs))
         answer = self.function(context, value.op, *args, **kwargs)
         if isinstance(answer, bool):
@@ -98,14 +96,14 @@ def _on_meta(tree: Any) -> Any:
     return tree
 
 
-def _meaning(thing: Any, seen: frozenset[int]) -> Hashable:
+def _meaning_of_policy(thing: Any, seen: frozenset[int]) -> Hashable:
     """A key that is equal for policies that answer alike; contents as they are now."""
     if id(thing) in seen:
         return "itself"
     seen |= {id(thing)}
 
     def inside(things: Any) -> Hashable:
-        return tuple(_meaning(each, seen) for each in things)
+        return tuple(_meaning_of_policy(each, seen) for each in things)
 
     match thing:
         case types.FunctionType():
@@ -128,7 +126,7 @@ def _meaning(thing: Any, seen: frozenset[int]) -> Hashable:
             return thing
         case _:
             # A method keeps its object alive, and is equal to one of the same object alone.
-            return types.MethodType(_meaning, thing)
+            return types.MethodType(_meaning_of_policy, thing)
 
 
 @final
@@ -168,8 +166,7 @@ def create_selective_checkpoint_contexts(
             saved; or a function `(ctx, op, *args, **kwargs)` that answers a
             `CheckpointPolicy`, or a bool. It must answer alike when asked alike.
         allow_cache_entry_mutation: in torch, lets the function change a saved output in
-            place. Here this is always allowed: the saved value is what the operator
-            made.
+            place. Here it always may: what is saved is what the operator made.
 
     Returns:
         Two contexts, for `checkpoint(..., context_fn=...)`.
@@ -202,11 +199,8 @@ def create_selective_checkpoint_contexts(
     return SelectiveContext(policy), SelectiveContext(policy)
 
 
-def _is_selected(
-    operators: tuple[object, ...], _: object, op: object, *rest: Any, **kwargs: Any
-) -> bool:
-    del rest, kwargs
-    return op in operators
+def _is_selected(operators: tuple[object, ...], *given: Any, **_: Any) -> bool:
+    return given[1] in operators  # after the context
 
 
 def _selected_operators(operators: list[Any]) -> tuple[object, ...]:

@@ -60,8 +60,7 @@ def checkpoint_wrapper(
         The module itself, with a region around its `forward`.
 
     Raises:
-        NotImplementedError: there is another `checkpoint_fn`, or an option asks for what a
-            region cannot do.
+        NotImplementedError: another `checkpoint_fn`, or an option not possible here.
         TypeError: there is no such option.
 
     Example:
@@ -89,13 +88,9 @@ def checkpoint_wrapper(
         do="Use one of these, or pass it where the module is called.",
     )
     options = CheckpointOptions(**checkpoint_fn_kwargs)
-    return apply(
-        module,
-        "",
-        policy=policy_of(options.context_fn),
-        rng="preserve" if options.preserve_rng_state else "keys",
-        engine=options.engine,
-    )
+    policy, engine = policy_of(options.context_fn), options.engine
+    rng = "preserve" if options.preserve_rng_state else "keys"
+    return apply(module, "", policy=policy, rng=rng, engine=engine)
 
 
 def offload_wrapper(module: nn.Module) -> nn.Module:
