@@ -131,7 +131,10 @@ class _Writer:
             if self._runs(each):
                 self.steps.append(each)
                 self.makes += each.makes
-                self.operands += [k for k in each.makes if self._is_matrix(k)]
+                made = [(name, self.values[name]) for name in each.makes]
+                self.operands += [
+                    k for k, v in made if v.is_floating_point() and v.dim() == 2
+                ]
                 return
 
     def _runs(self, step: Step) -> bool:
@@ -152,10 +155,6 @@ class _Writer:
             return False
         self.values |= {name: values[name] for name in step.makes}
         return True
-
-    def _is_matrix(self, name: str) -> bool:
-        tensor: Tensor = self.values[name]
-        return tensor.is_floating_point() and tensor.dim() == 2
 
     def program(self, numbers: list[int]) -> Program:
         """The program of the steps that its chosen outputs need, and of all effects."""

@@ -58,10 +58,8 @@ class Step:
     @property
     def lines(self) -> list[str]:
         """Its text."""
-        return [
-            line.format(*self.operands, out=self.out, other=self.other, name=self.name)
-            for line in self.statement.lines
-        ]
+        names = {"out": self.out, "other": self.other, "name": self.name}
+        return self.statement.text.format(*self.operands, **names).splitlines()
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -132,13 +130,9 @@ class Program:
 
     def change_globals(self) -> None:
         """Assigns other values to the globals that the function names."""
-        width = self.arguments[0].shape[-1]
-        others: dict[str, Any] = {
-            "ALPHA": 0.75,
-            "SCALE": normal(1, width, seed=201).requires_grad_(),
-        }
-        for name in self._used(others):
-            self._built[name] = others[name]
+        scale = normal(1, self.arguments[0].shape[-1], seed=201).requires_grad_()
+        others = {"ALPHA": 0.75, "SCALE": scale}
+        self._built.update({name: others[name] for name in self._used(others)})
 
     @property
     def captures(self) -> tuple[str, ...]:
@@ -160,8 +154,8 @@ class Program:
             made = ", ".join(f"{k}={CELLS[k].format(width=width)}" for k in cells)
             body = [f"def make({', '.join(cells)}):", *_indented_source(body)]
             body += ["    return fun", "", f"fun = make({made})"]
-        tail = [f"arguments = {self.arguments!r}"]
-        return "\n".join([*head, *([""] if head else []), *body, "", *tail])
+        tail = f"arguments = {self.arguments!r}"
+        return "\n".join([*head, *([""] if head else []), *body, "", tail])
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         # hypothesis prints values by this hook of IPython's.
@@ -182,10 +176,8 @@ class Program:
         if "make" in namespace:
             # Without regions inside and with them, over the same captures.
             width = self.arguments[0].shape[-1]
-            cells = {
-                name: CELLS[name].format(width=width) for name in self._used(CELLS)
-            }
-            made = {name: eval(code, namespace) for name, code in cells.items()}
+            cells = {k: CELLS[k].format(width=width) for k in self._used(CELLS)}
+            made = {k: eval(code, namespace) for k, code in cells.items()}
             namespace["plain"] = namespace["make"](**made)
             namespace["remat"] = _api.remat
             namespace["fun"] = namespace["make"](**made)
@@ -199,11 +191,10 @@ class Program:
         draws = ', rng="preserve"' if "draw" in self.kinds else ""
         for number, inner in enumerate(self.inner):
             yield f"@remat(policy={inner.policy!r}{draws})"
-            takes, gives = self._interface(inner)
+            takes, gives = self._takes_and_gives(inner)
             yield f"def inner{number}({', '.join(takes)}):"
             yield from _indented_source(self._lines(inner.start, inner.stop))
-            yield f"    return {', '.join(gives)}"
-            yield ""
+            yield from (f"    return {', '.join(gives)}", "")
 
     def _fun_source(self) -> Iterator[str]:
         parameters = ", ".join(f"x{place}" for place in range(len(self.arguments)))
@@ -211,7 +202,7 @@ class Program:
         done = 0
         for number, inner in enumerate(self.inner):
             yield from _indented_source(self._lines(done, inner.start))
-            takes, gives = map(", ".join, self._interface(inner))
+            takes, gives = map(", ".join, self._takes_and_gives(inner))
             yield f"    {gives} = inner{number}({takes})"
             done = inner.stop
         yield from _indented_source(self._lines(done, len(self.steps)))
@@ -220,7 +211,7 @@ class Program:
     def _lines(self, start: int, stop: int) -> list[str]:
         return [line for step in self.steps[start:stop] for line in step.lines]
 
-    def _interface(self, inner: Inner) -> tuple[list[str], list[str]]:
+    def _takes_and_gives(self, inner: Inner) -> tuple[list[str], list[str]]:
         inside = self.steps[inner.start : inner.stop]
         after = self.steps[inner.stop :]
         made = {name for step in inside for name in step.makes}
@@ -232,7 +223,7 @@ class Program:
 
     def gives(self, inner: Inner) -> bool:
         """Whether anything outside reads what a region inside would make."""
-        return bool(self._interface(inner)[1])
+        return bool(self._takes_and_gives(inner)[1])
 
 
 def _no_region(**_: Any) -> Callable[[Any], Any]:
