@@ -44,14 +44,9 @@ class Gap:
         index = torch.unravel_index(torch.tensor(first), one.shape) if one.dim() else ()
         gap = (one - other).abs().where(different, 0)
         relative = (gap / one.abs()).where(different, 0)
-        return cls(
-            tuple(map(int, index)),
-            (one.reshape(-1)[first].item(), other.reshape(-1)[first].item()),
-            len(places),
-            one.numel(),
-            float(gap.max()),
-            float(relative.nan_to_num(0.0, posinf=torch.inf).max()),
-        )
+        values = one.reshape(-1)[first].item(), other.reshape(-1)[first].item()
+        most = float(gap.max()), float(relative.nan_to_num(0.0, posinf=torch.inf).max())
+        return cls(tuple(map(int, index)), values, len(places), one.numel(), *most)
 
     def __str__(self) -> str:
         """One sentence."""

@@ -63,7 +63,7 @@ class Difference:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Computed:
+class _ComputedTensor:
     phase: str
     op: str
     source: str
@@ -84,9 +84,9 @@ class _Recorder(modes.DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[_Computed] = []
+        self.steps: list[_ComputedTensor] = []
         self.phase = "forward"
-        self._latest: dict[int, _Computed] = {}
+        self._latest: dict[int, _ComputedTensor] = {}
 
     def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
         result = modes.run_in_mode(op, args, kwargs)
@@ -106,7 +106,7 @@ class _Recorder(modes.DispatchMode):
         if fakes.is_fake(tensor) or tensor.layout != torch.strided:
             return
         value = levels.unwrapped(tensor).detach().clone()
-        step = _Computed(self.phase, op, source, value, [])
+        step = _ComputedTensor(self.phase, op, source, value, [])
         self.steps.append(step)
         self._latest[storage_key(tensor)] = step
 
@@ -123,8 +123,7 @@ def first_difference(
     look under a transform, pass both functions transformed:
     `first_difference(torch.func.vmap(f), torch.func.vmap(g))`. Operators that only one
     of the functions runs are skipped: if they differ in one of these, the first
-    operator after it that both run is reported. It holds a copy of every value that
-    either computes.
+    operator after it that both run is reported. It copies every value.
 
     Args:
         f: the function to agree with; the names and lines in the answer are its own.
@@ -169,7 +168,7 @@ _Results = dict[str, Tensor | None]
 
 def _record_operators(
     function: Callable[..., Any], call: RepeatedCall, captures: Iterable[str]
-) -> tuple[list[_Computed], _Results]:
+) -> tuple[list[_ComputedTensor], _Results]:
     with call.run(function) as flat:
         wanted = [leaf.requires_grad_() for leaf in flat.wanted]
         reached = captured(function)
@@ -186,12 +185,14 @@ def _record_operators(
     return recorder.steps, results
 
 
-def _first_unmatched(one: list[_Computed], other: list[_Computed]) -> Difference | None:
+def _first_unmatched(
+    one: list[_ComputedTensor], other: list[_ComputedTensor]
+) -> Difference | None:
     """The first step of one whose bits no step of the other has, and that step's rival."""
-    pool: dict[Hashable, list[_Computed]] = {}
+    pool: dict[Hashable, list[_ComputedTensor]] = {}
     for step in other:
         pool.setdefault(step.key, []).append(step)
-    unmatched: list[_Computed] = []
+    unmatched: list[_ComputedTensor] = []
     for step in one:
         rivals = pool.get(step.key, [])
         equal = next((k for k in rivals if same_bits(k.value, step.value)), None)

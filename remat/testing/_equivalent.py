@@ -16,10 +16,10 @@ from remat.testing._compare import NotEquivalentError, require_same
 from remat.testing._named_transforms import (
     USUAL,
     Cotangents,
-    apply,
     contiguous_cotangents,
     gradients,
     parse_transform,
+    under_transforms,
 )
 from remat.testing._repeated_call import FlatFunction, RepeatedCall, captured
 
@@ -71,8 +71,7 @@ def assert_equivalent(
     one state of the generators and of the captured tensors, which is restored after
     each run. It compares outputs; gradients of every floating tensor argument, or of
     those that require grad if any does, and of captured tensors that require grad; and
-    the arguments, captured tensors such as buffers, and the default generator after the
-    call.
+    arguments, captured tensors (buffers), and the default generator after the call.
 
     Laws: if the second function is a region, its outputs, and its gradients under
     "backward" and "grad", must equal those of the first under `.backward()` to the last
@@ -118,12 +117,12 @@ def assert_equivalent(
     is_exact = promised if exact is None else exact
 
     def compare(*args: Any, **kwargs: Any) -> Equivalence:
-        pair = _Pair(f, g, RepeatedCall((f, g), args, kwargs), cotangents, is_exact)
+        pair = _ComparedPair(
+            f, g, RepeatedCall((f, g), args, kwargs), cotangents, is_exact
+        )
         answers = {name: pair.compare(name, parts) for name, parts in parsed.items()}
-        excused = [
-            Excuse(name, why) for name, why in answers.items() if why is not None
-        ]
         compared = [name for name, why in answers.items() if why is None]
+        excused = [Excuse(name, why) for name, why in answers.items() if why]
         if not compared:
             reasons = "; ".join(f"{each.transform}: {each.reason}" for each in excused)
             raise refusal(
@@ -156,7 +155,7 @@ class _Result:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Pair:
+class _ComparedPair:
     f: Callable[..., Any]
     g: Callable[..., Any]
     call: RepeatedCall
@@ -193,7 +192,7 @@ class _Pair:
                 rows = self._backward(flat, parts[1:], given)
             else:
                 rows = self._transformed(flat, parts)
-        rest = (flat.spec, flat.statics) if parts == ("backward",) else ()
+        rest = flat.rest if parts == ("backward",) else ()
         return _Result(rows, rest, flat.after)
 
     def _plain_gradients(self) -> _Result:
@@ -219,7 +218,7 @@ class _Pair:
             if tensor.requires_grad
         }
         operands = [*wanted, *reached.values()]
-        outputs = apply(inner, flat)(*wanted)
+        outputs = under_transforms(inner, flat)(*wanted)
         found = gradients(outputs, operands, cotangents)
         bits = self.exact and not inner
         given = (*operands, *outputs)
@@ -237,7 +236,7 @@ class _Pair:
             named = dict(flat.function.named_parameters())
             tensors = [*(each.detach().clone() for each in named.values()), *tensors]
             function, parts = flat.with_parameters(tuple(named)), parts[:-1]
-        found = apply(parts, function)(*tensors)
+        found = under_transforms(parts, function)(*tensors)
         if function is flat and parts == ("grad",):
             return _rows(_gradient_labels(self.call.wanted_labels), found, self.exact)
         return _rows(_numbered_labels(found), found, False)

@@ -13,7 +13,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from torch import Tensor
 Flat = Callable[..., tuple[Tensor | None, ...]]
 Cotangents = Callable[[int, Tensor], Tensor | None]
 _NUM_DIRECTIONS = 3
+_func: Any = torch.func
 
 
-def is_differentiable(leaf: object) -> bool:
+def is_differentiable(leaf: object) -> TypeGuard[Tensor]:
     """Whether a leaf is a tensor that a transform can differentiate."""
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
@@ -46,18 +47,14 @@ def contiguous_cotangents(index: int, output: Tensor) -> Tensor:
 
 
 def _to_transform(outputs: Sequence[Tensor | None]) -> dict[int, Tensor]:
-    found = {
-        index: out
-        for index, out in enumerate(outputs)
-        if out is not None and is_differentiable(out)
-    }
+    found = {k: out for k, out in enumerate(outputs) if is_differentiable(out)}
     if not found:
         raise ValueError("no output can be differentiated")
     return found
 
 
-def _outputs_to_transform(f: Flat) -> Callable[..., tuple[Tensor, ...]]:
-    return lambda *tensors: tuple(_to_transform(f(*tensors)).values())
+def _outputs_to_transform(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(_to_transform(f(*tensors)).values())
 
 
 def _sum_to_transform(outputs: Sequence[Tensor | None], seed: int) -> Tensor:
@@ -68,20 +65,19 @@ def _sum_to_transform(outputs: Sequence[Tensor | None], seed: int) -> Tensor:
     return torch.stack(terms).sum()
 
 
-def _loss_to_transform(f: Flat) -> Callable[..., Tensor]:
-    return lambda *tensors: _sum_to_transform(f(*tensors), 1009)
+def _loss_to_transform(f: Flat, *tensors: Tensor) -> Tensor:
+    return _sum_to_transform(f(*tensors), 1009)
 
 
-def _sums_to_transform(f: Flat) -> Callable[..., Tensor]:
-    def run(*tensors: Tensor) -> Tensor:
-        outputs = f(*tensors)
-        seeds = range(2003, 2003 + _NUM_DIRECTIONS)
-        return torch.stack([_sum_to_transform(outputs, 100 * seed) for seed in seeds])
-
-    return run
+def _sums_to_transform(f: Flat, *tensors: Tensor) -> Tensor:
+    outputs = f(*tensors)
+    seeds = range(2003, 2003 + _NUM_DIRECTIONS)
+    return torch.stack([_sum_to_transform(outputs, 100 * seed) for seed in seeds])
 
 
-def _along(f: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any, Tensor]:
+def _along_directions(
+    f: Callable[..., Any], tensors: Sequence[Tensor]
+) -> tuple[Any, Tensor]:
     """`f`, to transform, as a function of how far each random direction is gone, and its start."""
 
     def run(steps: Tensor) -> Any:
@@ -97,56 +93,43 @@ def _along(f: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any, Tenso
     return run, tensors[0].new_zeros(_NUM_DIRECTIONS, dtype=torch.float64)
 
 
-def _under_grad(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return torch.func.grad(_loss_to_transform(f), tuple(range(len(tensors))))(*tensors)
-
-
-def _under_vjp(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    made: Any = torch.func.vjp(_outputs_to_transform(f), *tensors)
-    outputs, pull = made
-    given = [contiguous_cotangents(k, out) for k, out in enumerate(outputs)]
-    return (*outputs, *pull(tuple(given)))
-
-
-def _under_jvp(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    tangents = tuple(tensor.cos() for tensor in tensors)
-    made: Any = torch.func.jvp(_outputs_to_transform(f), tensors, tangents)
-    outputs, pushed = made
-    return (*outputs, *pushed)
-
-
-def _under_linearize(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    with warnings.catch_warnings():
-        # torch's own, of the constants that it folds.
-        warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node")
-        outputs, push = torch.func.linearize(_outputs_to_transform(f), *tensors)
-    return (*outputs, *push(*(tensor.cos() for tensor in tensors)))
-
-
-def _under_vmap(f: Flat, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-    batches = [torch.stack([each, each * 0.5, each.cos()]) for each in tensors]
-    return torch.func.vmap(f, randomness="different")(*batches)
-
-
-def _under_jacrev(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _transformed(name: str, f: Flat, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+    """What a function gives for these tensors under one transform."""
+    outputs = functools.partial(_outputs_to_transform, f)
+    loss = functools.partial(_loss_to_transform, f)
     places = tuple(range(len(tensors)))
-    return torch.func.jacrev(_sums_to_transform(f), places)(*tensors)
-
-
-def _under_jacfwd(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    moved, start = _along(_outputs_to_transform(f), tensors)
-    return torch.func.jacfwd(moved)(start)
-
-
-def _under_hessian(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
-    moved, start = _along(_loss_to_transform(f), tensors)
-    return (torch.func.hessian(moved)(start),)
-
-
-def _under_backward(f: Flat, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients by plain autograd, a named transform that can be differentiated again."""
-    wanted = [each if each.requires_grad else each.requires_grad_() for each in tensors]
-    return gradients(f(*wanted), wanted, contiguous_cotangents, create_graph=True)
+    match name:
+        case "backward":  # by plain autograd, such that it can be differentiated again
+            given = [k if k.requires_grad else k.requires_grad_() for k in tensors]
+            return gradients(f(*given), given, contiguous_cotangents, create_graph=True)
+        case "grad":
+            return _func.grad(loss, places)(*tensors)
+        case "vjp":
+            found, pull = _func.vjp(outputs, *tensors)
+            given = [contiguous_cotangents(k, out) for k, out in enumerate(found)]
+            return (*found, *pull(tuple(given)))
+        case "jvp":
+            tangents = tuple(tensor.cos() for tensor in tensors)
+            found, pushed = _func.jvp(outputs, tensors, tangents)
+            return (*found, *pushed)
+        case "vmap":
+            batches = [torch.stack([each, each * 0.5, each.cos()]) for each in tensors]
+            return _func.vmap(f, randomness="different")(*batches)
+        case "jacrev":
+            sums = functools.partial(_sums_to_transform, f)
+            return _func.jacrev(sums, places)(*tensors)
+        case "jacfwd":
+            moved, start = _along_directions(outputs, tensors)
+            return _func.jacfwd(moved)(start)
+        case "hessian":
+            moved, start = _along_directions(loss, tensors)
+            return (_func.hessian(moved)(start),)
+        case _:
+            with warnings.catch_warnings():
+                # torch's own, of the constants that it folds.
+                warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node")
+                found, push = _func.linearize(outputs, *tensors)
+            return (*found, *push(*(tensor.cos() for tensor in tensors)))
 
 
 def gradients(
@@ -170,29 +153,15 @@ def gradients(
     )
 
 
-# (function, *tensors) -> what the transformed function gives for these tensors.
-_RULES: dict[str, Flat] = {
-    "backward": _under_backward,
-    "grad": _under_grad,
-    "vjp": _under_vjp,
-    "jvp": _under_jvp,
-    "vmap": _under_vmap,
-    "jacrev": _under_jacrev,
-    "jacfwd": _under_jacfwd,
-    "hessian": _under_hessian,
-    "linearize": _under_linearize,
-}
+_COMPOSED = ("backward", "grad", "vjp", "jvp", "vmap", "jacrev", "jacfwd")
 
 #: Single transforms.
-TRANSFORMS = tuple(_RULES)
-
-_OUTER = ("backward", "grad", "vjp", "jvp", "vmap", "jacrev", "jacfwd")
-_INNER = ("grad", "vjp", "jvp", "vmap", "jacrev", "jacfwd")
+TRANSFORMS = (*_COMPOSED, "hessian", "linearize")
 
 #: Compositions of two.
 COMPOSITIONS = (
     "backward(backward)",
-    *(f"{outer}({inner})" for outer, inner in itertools.product(_OUTER, _INNER)),
+    *(f"{a}({b})" for a, b in itertools.product(_COMPOSED, _COMPOSED[1:])),
 )
 
 _FEW = ("grad", "jvp", "vmap")
@@ -202,7 +171,7 @@ USUAL = (
     *TRANSFORMS,
     "backward(backward)",
     "backward(vmap)",
-    *(f"{outer}({inner})" for outer, inner in itertools.product(_FEW, _FEW)),
+    *(f"{a}({b})" for a, b in itertools.product(_FEW, _FEW)),
 )
 
 
@@ -236,8 +205,8 @@ def parse_transform(name: str) -> tuple[str, ...]:
     return parts
 
 
-def apply(parts: Sequence[str], f: Flat) -> Flat:
+def under_transforms(parts: Sequence[str], f: Flat) -> Flat:
     """A function under named transforms, the last name first."""
     for part in reversed(parts):
-        f = functools.partial(_RULES[part], f)
+        f = functools.partial(_transformed, part, f)
     return f

@@ -40,8 +40,7 @@ class RepeatedCall:
     """A call of two functions, and the state from which every run of one starts.
 
     The state is the generators and what the functions reach. It is found by the same
-    walk by which a region finds its captured state, so it leaves out what a region could
-    not know either.
+    walk by which a region finds its captured state, so it leaves out what that does.
     """
 
     def __init__(
@@ -60,8 +59,7 @@ class RepeatedCall:
         firsts = {id(self.leaves[k]): k for k in reversed(explicit or places)}
         self.wanted = tuple(sorted(firsts.values()))
         self.wanted_labels = tuple(self.labels[place] for place in self.wanted)
-        tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        self._devices = {each.device for each in tensors}
+        self._tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         self._functions = tuple(map(inspect.unwrap, functions))
         self._survey = _captures.Survey(self._functions)
         self._numbers = [(each, each.detach().clone()) for each in self._survey.reached]
@@ -70,11 +68,7 @@ class RepeatedCall:
     def copied(self) -> list[Any]:
         """The leaves with copies of the tensors; a tensor given twice is one copy."""
         storages: dict[int, torch.UntypedStorage] = {}
-        copies = {
-            id(leaf): _copied_leaf(leaf, storages)
-            for leaf in self.leaves
-            if isinstance(leaf, Tensor)
-        }
+        copies = {id(each): _copied_leaf(each, storages) for each in self._tensors}
         return [copies.get(id(leaf), leaf) for leaf in self.leaves]
 
     @contextlib.contextmanager
@@ -82,15 +76,15 @@ class RepeatedCall:
         """Inside, the state may change; afterwards it is restored, and noted as it was."""
         flat = FlatFunction(function, self)
         leaves = flat.leaves
-        with device_states.put_back(self._devices):
+        with device_states.put_back({each.device for each in self._tensors}):
             torch.set_rng_state(self._cpu)
             try:
                 yield flat
-                flat.after = self._seen(leaves)
+                flat.after = self._state_after(leaves)
             finally:
                 self._survey.restore(self._numbers)
 
-    def _seen(self, leaves: Sequence[Any]) -> dict[str, Tensor]:
+    def _state_after(self, leaves: Sequence[Any]) -> dict[str, Tensor]:
         """What is now in the tensors that either function reaches, and in the generator."""
         found = captured(*self._functions)
         found["the default generator"] = torch.get_rng_state()
@@ -107,8 +101,8 @@ class FlatFunction:
         self.function = function
         self.leaves = call.copied()
         self._call = call
-        self.spec: Any = None  # the structure of what it returned
-        self.statics: tuple[Any, ...] = ()  # the leaves of that which are not tensors
+        # The structure of what it returned, and the leaves of that which are not tensors.
+        self.rest: tuple[Any, ...] = ()
         self.labels: tuple[str, ...] = ()  # what messages call those that are
         self.after: dict[str, Tensor] = {}  # arguments and captured state after its run
 
@@ -119,8 +113,8 @@ class FlatFunction:
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Calls the function with these tensors as the leaves to differentiate."""
-        args, kwargs = self._bound(tensors)
-        return self._apart(self.function(*args, **kwargs))
+        args, kwargs = self._bound_arguments(tensors)
+        return self._tensors_of(self.function(*args, **kwargs))
 
     def with_parameters(self, names: Sequence[str]) -> Callable[..., Any]:
         """The function of these parameters of the module, then of the tensors."""
@@ -129,12 +123,13 @@ class FlatFunction:
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             given = dict(zip(names, tensors, strict=False))
-            args, kwargs = self._bound(tensors[len(names) :])
-            return self._apart(torch.func.functional_call(module, given, args, kwargs))
+            args, kwargs = self._bound_arguments(tensors[len(names) :])
+            result = torch.func.functional_call(module, given, args, kwargs)
+            return self._tensors_of(result)
 
         return run
 
-    def _bound(
+    def _bound_arguments(
         self, tensors: Sequence[Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         pairs = zip(self.wanted, tensors, strict=True)
@@ -142,13 +137,12 @@ class FlatFunction:
         filled = [replaced.get(id(leaf), leaf) for leaf in self.leaves]
         return trees.unflatten(filled, self._call.spec)
 
-    def _apart(self, result: Any) -> tuple[Tensor, ...]:
+    def _tensors_of(self, result: Any) -> tuple[Tensor, ...]:
+        tensors, frame = trees.Frame.of(result)
+        self.rest = frame.spec, frame.statics
         pairs = trees.leaves_with_path(result)
-        self.spec = trees.flatten(result)[1]
-        self.statics = tuple(leaf for _, leaf in pairs if not isinstance(leaf, Tensor))
+        paths = [path for path, leaf in pairs if isinstance(leaf, Tensor)]
         self.labels = tuple(
-            f"output `{'.'.join(path)}`" if path else "the output"
-            for path, leaf in pairs
-            if isinstance(leaf, Tensor)
+            f"output `{'.'.join(path)}`" if path else "the output" for path in paths
         )
-        return tuple(leaf for _, leaf in pairs if isinstance(leaf, Tensor))
+        return tuple(tensors)
