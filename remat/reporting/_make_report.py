@@ -46,8 +46,7 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     require grad, captured ones included, or, if there are none, every floating tensor
     argument. The caller's state does not change: no `.grad` is written, and buffers,
     generators and arguments are restored. To see what is held, the report unpacks what
-    saved-tensor hooks of other libraries packed. It resets the peak statistics of an
-    accelerator's allocator.
+    saved-tensor hooks of other libraries packed. It resets accelerators' peak bytes.
 
     Args:
         f: a loss, a module, a region, or any function, with or without regions inside;
@@ -105,7 +104,7 @@ class _Measurement:
             outputs = step.forward()
             self.forward_s = self.watch.time_s
             nodes, self.leaves = graph_of(outputs)
-            self._read(nodes, outputs)
+            self._note_held(nodes, outputs)
             self.watch.hook(nodes)
             del nodes
             self.num_forward = len(self.watch.events)
@@ -116,7 +115,7 @@ class _Measurement:
             self.gradients = self._allocations(gradients)
         self.allocator_peak_bytes = peak()
 
-    def _read(self, nodes: Sequence[Node], outputs: Sequence[Tensor]) -> None:
+    def _note_held(self, nodes: Sequence[Node], outputs: Sequence[Tensor]) -> None:
         """Notes what each node holds, by storage, with the first node that holds it."""
         self.names = [str(node.raw.name()) for node in nodes]
         self.calls = RegionCalls(nodes)
@@ -167,15 +166,23 @@ class _Measurement:
     def report(self) -> Report:
         """The figures in a row."""
         self._caller = self.calls.callers(self.watch.runs)
-        self._backwards = self._backward_runs()
-        regions = tuple(map(self._region, self.calls.rows))
+        # The run of each node's backward program: the longest, as views run there too.
+        longest = sorted(self.watch.runs, key=lambda run: -len(run.graph.values))
+        self._backwards = {
+            self._caller[id(run)].place: run
+            for run in reversed(longest)
+            if run.phase == "backward" and id(run) in self._caller
+        }
+        regions = tuple(map(self._region_report, self.calls.rows))
         traces = self.calls.traces
         for traced in traces:
-            traced.shared = self._shared(traced)
-        held = self._waiting(range(len(self.names)))
+            traced.shared = self._shared_outputs(traced)
+        held = self._measured_waits(range(len(self.names)))
         outside = set(range(len(self.names))) - set(self.calls.at)
         history = self._history()
         parameters, arguments = map(storage_sizes, (self.leaves, self.step.arguments))
+        outside_values = self._outside_values()
+        suggestion = suggestions.suggest(traces, self.held_bytes, outside_values)
         is_known = all(each.recompute_flops is not None for each in regions)
         recompute_flops = sum(each.recompute_flops or 0 for each in regions)
         recompute_s = sum(each.recompute_s or 0.0 for each in regions)
@@ -185,7 +192,7 @@ class _Measurement:
             arguments=self.step.described,
             held_bytes=self.held_bytes,
             elsewhere_bytes=held.elsewhere_bytes,
-            outside_bytes=self._waiting(outside).held_bytes,
+            outside_bytes=self._measured_waits(outside).held_bytes,
             output_bytes=self.held_bytes - held.held_bytes,
             peak=self._peak(history),
             allocator_peak_bytes=self.allocator_peak_bytes,
@@ -200,28 +207,18 @@ class _Measurement:
             backward_s=self.watch.time_s - self.forward_s if self.is_timed else None,
             recompute_s=recompute_s if self.is_timed and is_known else None,
             regions=regions,
-            values=self._values(),
+            values=_folded_values(Counter(map(self._held_value, self.held.values()))),
             recomputed=self._recomputed(),
             unmatched=self._unmatched(),
-            suggestion=suggestions.suggest(
-                traces, self.held_bytes, self._outside_values()
-            ),
+            suggestion=suggestion,
             frontier=suggestions.frontier(traces),
             timeline=self._timeline(history),
         )
 
-    def _backward_runs(self) -> dict[int, ProgramRun]:
-        """The run of each node's backward program: the longest, as views run there too."""
-        found: dict[int, ProgramRun] = {}
-        for run in sorted(self.watch.runs, key=lambda run: -len(run.graph.values)):
-            if run.phase == "backward" and id(run) in self._caller:
-                found.setdefault(self._caller[id(run)].place, run)
-        return found
-
-    def _region(self, calls: Sequence[RegionCall]) -> RegionReport:
-        measured = [self._waiting({call.place}) for call in calls]
+    def _region_report(self, calls: Sequence[RegionCall]) -> RegionReport:
+        measured = [self._measured_waits({call.place}) for call in calls]
         held = [each.held_bytes for each in measured]
-        predicted = Waits.sum(map(self._predicted, calls))
+        predicted = Waits.sum(map(self._predicted_waits, calls))
         runs = [self._backwards.get(call.place) for call in calls]
         known = [run for run in runs if run is not None]
         graphs = {id(run.graph): run.graph for run in known}  # equal layers share one
@@ -235,7 +232,7 @@ class _Measurement:
             name=calls[0].name,
             policy=calls[0].policy,
             calls=len(calls),
-            layers=tuple(self._layers(calls, zip(held, flops, strict=True))),
+            layers=tuple(self._folded_layers(calls, zip(held, flops, strict=True))),
             held_bytes=sum(held),
             predicted_held_bytes=predicted.held_bytes if traced else None,
             elsewhere_bytes=sum(each.elsewhere_bytes for each in measured),
@@ -247,7 +244,7 @@ class _Measurement:
             backward_s=backward_s if is_timed else None,
         )
 
-    def _layers(
+    def _folded_layers(
         self, calls: Sequence[RegionCall], figures: Iterable[tuple[int, int | None]]
     ) -> Iterator[Layer]:
         """Equal calls as one, by their paths where all are modules of the model."""
@@ -259,13 +256,13 @@ class _Measurement:
             modules = tuple(paths) if all(paths) else ()
             yield Layer(own[0], len(own), size, work, modules)
 
-    def _waiting(self, places: Container[int]) -> Waits:
+    def _measured_waits(self, places: Container[int]) -> Waits:
         """What the nodes at these places hold, by measurement."""
         return Waits.sum(
             each.waits for each in self.held.values() if each.node in places
         )
 
-    def _predicted(self, call: RegionCall) -> Waits:
+    def _predicted_waits(self, call: RegionCall) -> Waits:
         """The saved values by the trace, and the operands that this call holds first.
 
         An operand that waits as it is holds what the caller's tensor is a view of.
@@ -288,7 +285,7 @@ class _Measurement:
             found += [each.waits for each in own] if waits is None else [waits]
         return Waits.sum(found)
 
-    def _value(self, held: _Held) -> HeldValue:
+    def _held_value(self, held: _Held) -> HeldValue:
         call = self.calls.at.get(held.node)
         allocation = held.allocation
         name, waits = ", ".join(allocation.names), "Keep()"
@@ -326,10 +323,6 @@ class _Measurement:
                 found += call.traced.consumers.get(position, ())
         return tuple(dict.fromkeys(found))
 
-    def _values(self) -> tuple[HeldValue, ...]:
-        """What is held, equal values of several calls folded, the largest first."""
-        return _folded(Counter(map(self._value, self.held.values())))
-
     def _recomputed(self) -> tuple[RecomputedValue, ...]:
         """What runs again, equal values of several traces folded, the largest first."""
         counts: Counter[RecomputedValue] = Counter()
@@ -348,19 +341,19 @@ class _Measurement:
                     region=traced.calls[0].name,
                 )
                 counts[one] += len(traced.calls)
-        return _folded(counts)
+        return _folded_values(counts)
 
     def _outside_values(self) -> tuple[HeldValue, ...]:
         """What no region makes or holds, and nobody is given, the largest first."""
         return _largest_first(
-            self._value(held)
+            self._held_value(held)
             for held in self.held.values()
             if held.node not in self.calls.at
             and held.allocation.run is None
             and held.allocation not in self._returned
         )
 
-    def _shared(self, traced: RegionTrace) -> Counter[int]:
+    def _shared_outputs(self, traced: RegionTrace) -> Counter[int]:
         """Of each class of a trace, how many calls return it to what holds it anyway."""
         found: Counter[int] = Counter()
         held = {each.allocation for each in self.held.values()}
@@ -388,7 +381,7 @@ class _Measurement:
             if not any(policy.glob_matches(glob, name) for name in known)
         )
 
-    def _group(self, allocation: Allocation) -> str:
+    def _owner_of(self, allocation: Allocation) -> str:
         """Whose a storage is: the gradients', a region's, or nobody's."""
         if allocation in self.gradients:
             return GRADIENTS
@@ -406,7 +399,7 @@ class _Measurement:
         history: list[Counter[str]] = []
         for event in self.watch.events:
             if event.allocation not in self._away:
-                live[self._group(event.allocation)] += event.change
+                live[self._owner_of(event.allocation)] += event.change
             history.append(live.copy())
         return history
 
@@ -429,12 +422,11 @@ class _Measurement:
         )
 
     def _timeline(self, history: Sequence[Counter[str]]) -> Timeline:
-        places, events = _thinned(history), self.watch.events
+        places, events = _timeline_places(history), self.watch.events
         rows = [history[place].values() for place in places]
+        times = [events[k].time_s if self.is_timed else float(k) for k in places]
         return Timeline(
-            times_s=tuple(
-                events[k].time_s if self.is_timed else float(k) for k in places
-            ),
+            times_s=tuple(times),
             groups=tuple(history[0]),
             size_bytes=tuple(zip(*rows, strict=True)),
             num_forward=sum(place < self.num_forward for place in places),
@@ -442,24 +434,21 @@ class _Measurement:
         )
 
 
-def _folded(counts: Counter[_V]) -> tuple[_V, ...]:
+def _folded_values(counts: Counter[_V]) -> tuple[_V, ...]:
     """Equal values of so many calls as one, the largest first."""
-    figures = ("size_bytes", "flops")
-    return _largest_first(
-        dataclasses.replace(
-            each,
-            count=count,
-            **{k: count * getattr(each, k) for k in figures if hasattr(each, k)},
-        )
-        for each, count in counts.items()
-    )
+    found: list[_V] = []
+    for each, count in counts.items():
+        figures = [k for k in ("size_bytes", "flops") if hasattr(each, k)]
+        sums = {k: count * getattr(each, k) for k in figures}
+        found.append(dataclasses.replace(each, count=count, **sums))
+    return _largest_first(found)
 
 
 def _largest_first(values: Iterable[_V]) -> tuple[_V, ...]:
     return tuple(sorted(values, key=lambda value: -value.size_bytes))
 
 
-def _thinned(history: Sequence[Counter[str]]) -> Sequence[int]:
+def _timeline_places(history: Sequence[Counter[str]]) -> Sequence[int]:
     """About `_MOST_POINTS` places of a timeline: of each stretch the highest and the last."""
     places = range(len(history))
     if len(places) <= _MOST_POINTS:

@@ -47,7 +47,12 @@ class MeasuredStep:
         reached = self._survey.reached
         explicit = any(each.requires_grad for each in (*given.values(), *reached))
         aliases = {key: _measured_leaf(each, explicit) for key, each in given.items()}
-        self.described = _described(args, kwargs)
+        # The tensors by the names of what takes them.
+        self.described = tuple(
+            f"{'.'.join(path[1:])}: {str(leaf.dtype).removeprefix('torch.')}{[*leaf.shape]}"
+            for path, leaf in trees.leaves_with_path((args, dict(kwargs)))
+            if isinstance(leaf, Tensor)
+        )
         self.paths = _paths_of_modules((function, *others))
         self._leaves = [aliases.get(id(leaf), leaf) for leaf in leaves]
         self.arguments = tuple(aliases.values())  # the tensors, each once
@@ -155,16 +160,6 @@ def _measured_leaf(tensor: Tensor, explicit: bool) -> Tensor:
         return own.requires_grad_(wanted)
 
 
-def _described(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The tensors of a call, by the names of what takes them."""
-    found = trees.leaves_with_path((args, dict(kwargs)))
-    return tuple(
-        f"{'.'.join(path[1:])}: {str(leaf.dtype).removeprefix('torch.')}{[*leaf.shape]}"
-        for path, leaf in found
-        if isinstance(leaf, Tensor)
-    )
-
-
 def _paths_of_modules(things: Sequence[object]) -> dict[int, str]:
     """The path of each module in a model that ran: the function, or what it reaches."""
     found: dict[int, str] = {}
@@ -198,8 +193,14 @@ def graph_of(outputs: Sequence[Tensor]) -> tuple[tuple[Node, ...], tuple[Tensor,
 
     Reading a saved tensor unpacks what saved-tensor hooks of others packed.
     """
-    raws = (raw for raw in _raw_nodes(outputs) if not hasattr(raw, "variable"))
-    return tuple(map(_node, sorted(raws, key=autograd.node_number))), leaves_of(outputs)
+    nodes: list[Node] = []
+    for raw in sorted(_raw_nodes(outputs), key=autograd.node_number):
+        if not hasattr(raw, "variable"):
+            call = getattr(raw, "call", None)
+            call = call if isinstance(call, Call) else None
+            apart = () if call is None else call.region.held_apart
+            nodes.append(Node(raw, call, (*_saved_tensors_of(raw), *apart)))
+    return tuple(nodes), leaves_of(outputs)
 
 
 def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -220,14 +221,7 @@ def _raw_nodes(outputs: Sequence[Tensor]) -> list[Any]:
     )
 
 
-def _node(raw: Any) -> Node:
-    call = getattr(raw, "call", None)
-    call = call if isinstance(call, Call) else None
-    apart = () if call is None else call.region.held_apart
-    return Node(raw, call, (*_saved_by(raw), *apart))
-
-
-def _saved_by(raw: Any) -> Iterator[Tensor]:
+def _saved_tensors_of(raw: Any) -> Iterator[Tensor]:
     """What a region's node has in `saved_tensors`, and one of torch's in `_saved_...`."""
     if hasattr(raw, "saved_tensors"):
         yield from (each for each in raw.saved_tensors if each is not None)

@@ -26,14 +26,13 @@ def suggest(
     autograd makes and holds, the largest first.
     """
     outside_bytes = sum(value.size_bytes for value in outside)
-    if outside_bytes > held_bytes / 2:
-        return _suggest_wrapping(outside, outside_bytes)
-    found = _suggest_saving(traces) or _suggest_dropping(traces)
+    found = None
+    if outside_bytes <= held_bytes / 2:
+        found = _suggest_saving(traces) or _suggest_dropping(traces)
     if found is None and outside_bytes > _LEAST_FRACTION * held_bytes:
         return _suggest_wrapping(outside, outside_bytes)
-    return found or Suggestion(
-        "none", "", "", 0, 0.0, "Nothing to change: no single value is worth it."
-    )
+    nothing = "Nothing to change: no single value is worth it."
+    return found or Suggestion("none", "", "", 0, 0.0, nothing)
 
 
 def _suggest_wrapping(outside: Sequence[HeldValue], outside_bytes: int) -> Suggestion:
@@ -63,7 +62,7 @@ class _Change:
     work: int = 0  # by how much it changes what is recomputed, see `work_of`
 
 
-def _changes(traces: Sequence[RegionTrace], *, saves: bool) -> list[_Change]:
+def _possible_changes(traces: Sequence[RegionTrace], *, saves: bool) -> list[_Change]:
     """What other decisions would change; code cannot tell values of one key apart."""
     found: dict[Hashable, _Change] = {}
     for trace in traces:
@@ -77,26 +76,22 @@ def _changes(traces: Sequence[RegionTrace], *, saves: bool) -> list[_Change]:
 
 def _suggest_saving(traces: Sequence[RegionTrace]) -> Suggestion | None:
     """Of the values that save much work, the one that saves most per byte."""
-    found = _changes(traces, saves=True)
+    found = _possible_changes(traces, saves=True)
     most = max((-each.work for each in found), default=0)
     everything = sum(trace.forward_work for trace in traces)
     if most <= 0 or most < _LEAST_FRACTION * everything:
         return None
     # Half of what the best one spares: small values are cheap, and change little.
-    prices = {
-        k: e.size_bytes / -e.work for k, e in enumerate(found) if -e.work >= most / 2
-    }
-    least = min(prices.values())
-    near = [found[k] for k, price in prices.items() if price <= max(1.1 * least, least)]
+    prices = [(e.size_bytes / -e.work, e) for e in found if -e.work >= most / 2]
+    least = min(price for price, _ in prices)
+    near = [each for price, each in prices if price <= max(1.1 * least, least)]
     # Of those that cost about the same, one that has a name needs the smallest change.
     best = max(near, key=lambda each: (bool(each.value.names), -each.work))
     fraction = -best.work / sum(trace.outcome.work for trace in traces)
     value, more = str(best.value), best.size_bytes
     cost = f"frees {show_size(-more)}" if more < 0 else f"costs {show_size(more)}"
-    text = (
-        f"Saving {value} in {best.region} {cost} and cuts {fraction:.0%} of the "
-        "recomputation."
-    )
+    cuts = f"cuts {fraction:.0%} of the recomputation"
+    text = f"Saving {value} in {best.region} {cost} and {cuts}."
     if not best.value.names:
         text += (
             " Name it with checkpoint_name, and permit the name (in code that is not "
@@ -108,20 +103,16 @@ def _suggest_saving(traces: Sequence[RegionTrace]) -> Suggestion | None:
 def _suggest_dropping(traces: Sequence[RegionTrace]) -> Suggestion | None:
     """The saved value whose recomputation is cheapest for its bytes."""
     everything = sum(trace.forward_work for trace in traces)
-    found = [
-        each
-        for each in _changes(traces, saves=False)
-        if each.size_bytes < 0 and each.work < _LEAST_FRACTION * everything
-    ]
+    limit = _LEAST_FRACTION * everything
+    changes = _possible_changes(traces, saves=False)
+    found = [each for each in changes if each.size_bytes < 0 and each.work < limit]
     if not found:
         return None
     best = max(found, key=lambda each: -each.size_bytes / (each.work + 1))
     value, less = str(best.value), -best.size_bytes
     fraction = best.work / everything
-    text = (
-        f"Not saving {value} in {best.region} frees {show_size(less)} for "
-        f"{fraction:.0%} of the regions' forward."
-    )
+    frees = f"frees {show_size(less)} for {fraction:.0%} of the regions' forward"
+    text = f"Not saving {value} in {best.region} {frees}."
     return Suggestion("drop", value, best.value.source, -less, fraction, text)
 
 
@@ -140,7 +131,7 @@ def frontier(traces: Sequence[RegionTrace]) -> tuple[SavingPoint, ...]:
             spared = now[place].work - alone.work
             worth = spared / max(alone.saved_bytes, len(trace.calls))
             order.append((worth, place, number))
-    points = [_point("", now)]
+    points = [_saving_point("", now)]
     for worth, place, number in sorted(order, reverse=True):
         if worth <= 0:
             break
@@ -151,16 +142,15 @@ def frontier(traces: Sequence[RegionTrace]) -> tuple[SavingPoint, ...]:
             saved[place].discard(number)
             continue
         now[place] = found
-        points.append(_point(str(trace.described(number)), now))
+        points.append(_saving_point(str(trace.described(number)), now))
     # Some values save nothing unless others are saved too.
-    last = _point(
-        "all that is left", [trace.at(set(trace.choices)) for trace in traces]
-    )
+    whole = [trace.at(set(trace.choices)) for trace in traces]
+    last = _saving_point("all that is left", whole)
     if last.recompute_work < points[-1].recompute_work:
         points.append(last)
     return tuple(points)
 
 
-def _point(added: str, now: Sequence[Effect]) -> SavingPoint:
+def _saving_point(added: str, now: Sequence[Effect]) -> SavingPoint:
     size_bytes, work = map(sum, zip(Effect(0, 0), *now, strict=True))
     return SavingPoint(added, size_bytes, work)

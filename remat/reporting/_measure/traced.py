@@ -102,6 +102,8 @@ class RegionTrace:
         self.cut = stages.cut  # where forward and backward part
         self._decisions = stages.decisions
         self._model = model_of(self.analysis, lambda _: (Keep(),), work_of)
+        # The classes that may be saved, and that are recomputed if nothing is.
+        self.choices = tuple(item.number for item in self._model.items)
         self._held_in = functools.cache(_held_in)
 
     @property
@@ -136,10 +138,7 @@ class RegionTrace:
         return found
 
     def waits(self, position: int) -> Waits | None:
-        """What is held of the saved value, or operand after these, at this place.
-
-        None where the bytes depend on the numbers, as with `Sparse`.
-        """
+        """Of the saved value or operand at a place; None if it depends on numbers."""
         saved = self.cut.saved
         if position < len(saved):
             held = self._saved(saved[position])
@@ -192,11 +191,6 @@ class RegionTrace:
         made = operators.made_by(graph.values[index], graph.values)
         waits = repr(self._decisions[number].storage)
         return ", ".join(view.names), made, view.source, waits
-
-    @property
-    def choices(self) -> tuple[int, ...]:
-        """The classes that may be saved, and that are recomputed if nothing is."""
-        return tuple(item.number for item in self._model.items)
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -273,15 +267,12 @@ class RegionCalls:
         # The calls of one code under one policy together.
         self.rows = list(rows.values())
         self.traces = list(traces.values())
-        self._name_apart()
-
-    def _name_apart(self) -> None:
-        """Different functions of one name, and one under several policies, get a number."""
+        # Different functions of one name, and one under several policies, get a number.
         names: dict[str, list[list[RegionCall]]] = {}
         for row in self.rows:
             names.setdefault(row[0].name, []).append(row)
-        for rows in names.values():
-            for number, row in enumerate(rows if len(rows) > 1 else (), start=1):
+        for alike in names.values():
+            for number, row in enumerate(alike if len(alike) > 1 else (), start=1):
                 for call in row:
                     call.name = f"{call.name} #{number}"
 

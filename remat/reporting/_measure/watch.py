@@ -87,9 +87,9 @@ class StepListener(Watcher):
     def hook(self, nodes: Sequence[Node]) -> None:
         """Has `node` say, when a backward runs, which of these it has come to."""
         for place, node in enumerate(nodes):
-            node.raw.register_prehook(functools.partial(self._enter, place))
+            node.raw.register_prehook(functools.partial(self._enter_node, place))
 
-    def _enter(self, node: int, _: object) -> None:
+    def _enter_node(self, node: int, _: object) -> None:
         self.node = node
 
     @contextlib.contextmanager
@@ -114,8 +114,8 @@ class StepWatcher(StepListener):
     not see buffers inside a kernel, nor what the allocator adds to round up sizes.
 
     When one of torch's operators runs for the first time in the process, it runs twice
-    if that changes nothing, and only the second run counts, because kernels load and
-    tune in their first call.
+    if that changes nothing, and only the second counts: kernels load and tune in
+    the first.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class StepWatcher(StepListener):
         started = time.perf_counter()
         result = modes.run_in_mode(op, args, kwargs)
         if self._waits:
-            _finish(result)
+            _finish_work_of(result)
         elapsed = time.perf_counter() - started
         self.time_s += elapsed
         self.counts[operators.short_name(op)] += 1
@@ -162,16 +162,10 @@ class StepWatcher(StepListener):
         if _is_mutable(op):
             return  # it was there before
         run = self.stack[-1] if self.stack else None
-        made = Allocation(
-            tensors.key_of(storage),
-            storage.nbytes(),
-            maker=op,
-            phase=self.phase,
-            run=run,
-            step=-1 if run is None else run.step,
-            item=item,
-            node=self.node,
-        )
+        made = Allocation(tensors.key_of(storage), storage.nbytes(), op)
+        made.phase, made.run, made.item, made.node = self.phase, run, item, self.node
+        if run is not None:
+            made.step = run.step
         if run is not None and run.step >= 0:
             value = run.graph.values[run.step]
             made.source, made.names = value.source, value.names
@@ -198,7 +192,7 @@ class StepWatcher(StepListener):
                 run.peak_bytes = max(run.peak_bytes, run.live_bytes)
 
 
-def _finish(result: Any) -> None:
+def _finish_work_of(result: Any) -> None:
     finish_work({each.device for each in trees.tensor_leaves(result)})
 
 
@@ -213,5 +207,5 @@ def _warm_up(op: Any, args: Any, kwargs: Any) -> None:
     """Runs an operator once more, if it is torch's own and that changes nothing."""
     changes = _returns_view(op) or _is_mutable(op) or operators.may_draw(op)
     if getattr(op, "namespace", "") == "aten" and not changes:
-        _finish(modes.run_in_mode(op, args, kwargs))
+        _finish_work_of(modes.run_in_mode(op, args, kwargs))
     _WARM.add(op)
