@@ -38,8 +38,7 @@ class Check:
 
     Attributes:
         question: what is asked.
-        verdict: "pass", "fail", "not applicable", or "not measured" for a figure that
-            cannot be known here.
+        verdict: "pass", "fail", "not applicable", or "not measured" where it cannot be.
         figure: the measurement, and what it is compared with.
     """
 
@@ -84,14 +83,12 @@ def checklist(
     Seven rows, each "pass", "fail", "not applicable" or "not measured":
 
     - activation bytes by layer: regions hold less than the same step without remat;
-    - parameters apart: no copy of a parameter (a cast, a transposed copy) is held as an
-      activation;
+    - parameters apart: no copy of one (cast, transposed) is held as an activation;
     - recompute overhead: at most one forward's FLOPs are computed again;
     - determinism: two backwards of one forward give the same bits;
     - attention once: no region computes an attention again in its backward;
-    - throughput and largest batch: with remat more fits into the device's memory; both
-      that batch, extrapolated from this one, and the examples or tokens per second are
-      given;
+    - throughput and largest batch: with remat more fits into the device's memory; that
+      batch is extrapolated from this one, and examples or tokens per second given;
     - gradients: those of the undecorated function, to the last bit, or to rounding where
       sums are taken in another order, such as those of a weight that two calls share.
 
@@ -110,8 +107,7 @@ def checklist(
         The rows, which print as a table.
 
     Raises:
-        RematError: `f` returns nothing that requires grad, or has no tensor of the name
-            `tokens_of`.
+        RematError: `f` returns nothing that requires grad, or has no tensor `tokens_of`.
 
     Example:
         >>> import torch
@@ -121,14 +117,14 @@ def checklist(
         'pass'
     """
     step = MeasuredStep(f, args, kwargs)
-    tokens = None if tokens_of is None else _named(f, tokens_of, args, kwargs)
+    tokens = None if tokens_of is None else _argument_named(f, tokens_of, args, kwargs)
     with disabled():
         plain = report(f, *args, **kwargs)
     found = report(f, *args, **kwargs)
     answers = {
-        "activation bytes by layer": _by_layer(found, plain),
+        "activation bytes by layer": _bytes_by_layer(found, plain),
         "parameters apart": _parameters_apart(step, found),
-        "recompute overhead": _overhead(found),
+        "recompute overhead": _recompute_overhead(found),
         "determinism": _determinism(step, found),
         "attention not run twice": _attention_once(step),
         "throughput, and largest batch": _throughput(step, tokens, found, plain),
@@ -138,7 +134,7 @@ def checklist(
     return Checklist(step.name, tuple(checks))
 
 
-def _named(
+def _argument_named(
     f: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     call = inspect.signature(getattr(f, "forward", f)).bind(*args, **kwargs)
@@ -155,27 +151,26 @@ def _named(
 
 
 _Answer = tuple[str, str]  # the verdict, and the figure
+_NO_REGION = (NOT_APPLICABLE, "no region ran")
 
 
-def _by_layer(found: Report, plain: Report) -> _Answer:
+def _bytes_by_layer(found: Report, plain: Report) -> _Answer:
     if not found.regions:
-        return NOT_APPLICABLE, "no region ran"
+        return _NO_REGION
     layers = ", ".join(
         f"{region.name}: {layer.count} x {show_size(layer.held_bytes)}"
         for region in found.regions
         for layer in region.layers
     )
-    figure = (
-        f"{layers}; all {show_size(found.held_bytes)}, "
-        f"without remat {show_size(plain.held_bytes)}"
-    )
+    sizes = map(show_size, (found.held_bytes, plain.held_bytes))
+    figure = f"{layers}; all {', without remat '.join(sizes)}"
     return _pass_or_fail(found.held_bytes < plain.held_bytes), figure
 
 
 def _without_numbers(found: Facts) -> _Answer | None:
     """The answer where there are no numbers of regions to compare; None where there are."""
     if not found.regions:
-        return NOT_APPLICABLE, "no region ran"
+        return _NO_REGION
     if found.device == "meta":
         return NOT_MEASURED, "nothing is computed on meta tensors"
     return None
@@ -217,16 +212,14 @@ def _parameters_apart(step: MeasuredStep, found: Report) -> _Answer:
     held = storage_sizes(tensor for node in nodes for tensor in node.saved)
     copies = [each for key, each in watcher.copies.items() if key in held]
     size = sum(each.untyped_storage().nbytes() for each in copies)
-    figure = (
-        f"parameters {show_size(found.parameter_bytes)}; "
-        f"copies of them among the activations {show_size(size)}"
-    )
+    copied = f"copies of them among the activations {show_size(size)}"
+    figure = f"parameters {show_size(found.parameter_bytes)}; {copied}"
     return _pass_or_fail(size == 0), figure
 
 
-def _overhead(found: Facts) -> _Answer:
+def _recompute_overhead(found: Facts) -> _Answer:
     if not found.regions:
-        return NOT_APPLICABLE, "no region ran"
+        return _NO_REGION
     if found.recompute_flops is None:
         return NOT_MEASURED, "some region does not tell"
     if not found.forward_flops:
@@ -264,11 +257,8 @@ def _attention_once(step: MeasuredStep) -> _Answer:
 
 
 def _fused_attentions(counts: Counter[str]) -> int:
-    return sum(
-        count
-        for name, count in counts.items()
-        if "scaled_dot_product" in name and not name.endswith("backward")
-    )
+    names = [name for name in counts if "scaled_dot_product" in name]
+    return sum(counts[name] for name in names if not name.endswith("backward"))
 
 
 def _throughput(
@@ -286,16 +276,14 @@ def _throughput(
         is_embedded = tokens.is_floating_point()
         count = tokens[..., 0].numel() if is_embedded else tokens.numel()
         unit = "tokens"
-    with_remat = _second_time_s(step)
+    rate = count / _second_time_s(step)
     with disabled():
-        without = _second_time_s(step)
+        plain_rate = count / _second_time_s(step)
     memory = memory_bytes(data.device)
-    largest, largest_plain = (_largest(each, data, memory) for each in (found, plain))
-    figure = (
-        f"{count / with_remat:.0f} {unit}/s, largest batch {largest}; "
-        f"without remat {count / without:.0f} and {largest_plain}"
-    )
-    return _pass_or_fail(largest > largest_plain), figure
+    most, plain_most = (_largest_batch(each, data, memory) for each in (found, plain))
+    without = f"without remat {plain_rate:.0f} and {plain_most}"
+    figure = f"{rate:.0f} {unit}/s, largest batch {most}; {without}"
+    return _pass_or_fail(most > plain_most), figure
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -305,7 +293,7 @@ def memory_bytes(device: torch.device) -> int:
     return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
-def _largest(facts: Facts, data: Tensor, memory: int) -> int:
+def _largest_batch(facts: Facts, data: Tensor, memory: int) -> int:
     """The largest batch, if all but parameters and their gradients grows with it."""
     own = 2 * data.nbytes if data.requires_grad else 0
     fixed = facts.parameter_bytes + facts.gradient_bytes - own
@@ -318,8 +306,7 @@ def _second_time_s(step: MeasuredStep) -> float:
     return step.seconds()
 
 
-# How far apart sums in another order may be, relative to the largest element: a
-# heuristic.
+# A heuristic: how far apart sums in another order may be, by the largest element.
 _ROUNDING = {
     torch.float64: 1e-12,
     torch.float32: 1e-4,
@@ -342,10 +329,8 @@ def _gradients(step: MeasuredStep, found: Report, plain_report: Report) -> _Answ
     dtypes |= {each.dtype for each in plain if each is not None}
     allowed = max(_ROUNDING.get(dtype.to_real(), 0.0) for dtype in dtypes)
     gap = max(gaps)
-    figure = (
-        f"{len(gaps)} of {len(plain)} differ, relatively by at most {gap:.2g} "
-        f"(rounding: {allowed:.0e})"
-    )
+    most = f"relatively by at most {gap:.2g} (rounding: {allowed:.0e})"
+    figure = f"{len(gaps)} of {len(plain)} differ, {most}"
     return _pass_or_fail(gap <= allowed), figure
 
 

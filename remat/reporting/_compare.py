@@ -190,17 +190,10 @@ def compare(
                     times[name].append(step.seconds())
             advance("timed")
     plain_flops = watched["no remat"][2]
-    rows = [
-        Row(
-            name,
-            held,
-            peak,
-            flops - plain_flops,
-            *(median_and_spread(times[name]) if times[name] else (None, None)),
-            name in others,
-        )
-        for name, (held, peak, flops) in watched.items()
-    ]
+    rows: list[Row] = []
+    for name, (held, peak, flops) in watched.items():
+        time_s = median_and_spread(times[name]) if times[name] else (None, None)
+        rows.append(Row(name, held, peak, flops - plain_flops, *time_s, name in others))
     return Comparison(name_of(f), tuple(rows), tuple(left_out))
 
 

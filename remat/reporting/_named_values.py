@@ -38,9 +38,8 @@ class NamedValue:
         source: the user's "file.py:line" that made it.
         forward: a copy of what the forward computed.
         recomputed: a copy of what the backward computed again; None if it did not,
-            because the value was saved, or because no gradient needs it. Recomputation
-            by a scheduled stack, or by a transform inside the function, is not
-            followed.
+            because the value was saved, or because no gradient needs it. That
+            of a scheduled stack, or of a transform inside the function, is not followed.
     """
 
     name: str
@@ -60,23 +59,18 @@ class NamedValue:
 
     def __str__(self) -> str:
         """One line: name, occurrence, where, and whether the two agree."""
-        found = {
-            None: "not recomputed",
-            True: "recomputed alike",
-            False: "recomputed DIFFERENTLY",
-        }
+        found = "recomputed alike" if self.is_same else "recomputed DIFFERENTLY"
+        if self.recomputed is None:
+            found = "not recomputed"
         where = f" in {self.region}, call {self.call}" if self.region else ""
         line = f" at {self.source}" if self.source else ""
         meta = TensorMeta.of(self.forward)
-        return (
-            f'"{self.name}" #{self.occurrence}: {meta}{where}{line}, '
-            f"{found[self.is_same]}"
-        )
+        return f'"{self.name}" #{self.occurrence}: {meta}{where}{line}, {found}'
 
 
 @final
 @dataclasses.dataclass(eq=False)
-class _Seen:
+class _NamedTensor:
     """One named tensor as it passed by; `rank` says which value of its run it is."""
 
     name: str
@@ -96,7 +90,7 @@ class _NameWatcher(StepListener):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[_Seen] = []
+        self.seen: list[_NamedTensor] = []
         self._results: dict[int, dict[int, Any]] = {}  # of each run that has begun
 
     @contextlib.contextmanager
@@ -114,14 +108,14 @@ class _NameWatcher(StepListener):
                 results[index] = results[value.args[0].index][value.args[1]]
             is_own = value.op is not None or run.phase == "forward"
             for name in value.names if is_own and index in results else ():
-                self._see(name, value.source, results[index], run, value.rank)
+                self._copy_named(name, value.source, results[index], run, value.rank)
 
     def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Runs the operator, and notes its result for its step, or a mark by itself."""
         result = modes.run_in_mode(op, args, kwargs)
         if op is naming.MARK:
             if not fakes.is_fake(args[0]):
-                self._see(args[1], user_line(), args[0])
+                self._copy_named(args[1], user_line(), args[0])
         elif self.stack:
             run = self.stack[-1]
             value = run.graph.values[run.step] if run.step >= 0 else None
@@ -130,9 +124,11 @@ class _NameWatcher(StepListener):
                 self._results[id(run)][run.step] = result
         return result
 
-    def _see(self, name: str, source: str, tensor: Tensor, *of_run: Any) -> None:
+    def _copy_named(self, name: str, source: str, tensor: Tensor, *of_run: Any) -> None:
         copy = levels.unwrapped(tensor).detach().clone()
-        self.seen.append(_Seen(name, source, copy, self.phase, self.node, *of_run))
+        self.seen.append(
+            _NamedTensor(name, source, copy, self.phase, self.node, *of_run)
+        )
 
 
 def named_values(
@@ -144,8 +140,7 @@ def named_values(
     aliases of the arguments. The caller's state does not change. Each value is copied.
 
     Args:
-        f: a function with or without regions. Names outside regions are listed too,
-            with nothing recomputed.
+        f: a function with or without regions. Names outside regions are listed, too.
         *args: its arguments.
         **kwargs: likewise.
 
@@ -154,8 +149,7 @@ def named_values(
         A tensor that has two names is listed by each.
 
     Raises:
-        RematError: `f` returns nothing that requires grad, or a tensor is on the meta
-            device and has no numbers.
+        RematError: `f` returns nothing that requires grad, or a tensor is on the meta device.
 
     Example:
         >>> import torch
@@ -193,15 +187,14 @@ def named_values(
             again, by = row.popleft() if row else (None, call)
             where = ("", None) if by is None else (by.name, by.number)
             name, number = seen.name, counts[seen.name]
-            found.append(
-                NamedValue(name, number, *where, seen.source, seen.tensor, again)
-            )
+            value = seen.source, seen.tensor, again
+            found.append(NamedValue(name, number, *where, *value))
             counts[name] += 1
     return tuple(found)
 
 
 def _recomputed_by_key(
-    several: Sequence[_Seen], calls: RegionCalls
+    several: Sequence[_NamedTensor], calls: RegionCalls
 ) -> dict[Hashable, deque[tuple[Tensor, RegionCall]]]:
     """What the calls of regions computed again, by what it shares with the forward's."""
     found: dict[Hashable, deque[tuple[Tensor, RegionCall]]] = {}
@@ -213,7 +206,7 @@ def _recomputed_by_key(
     return found
 
 
-def _key_of_named(seen: _Seen, call: RegionCall | None) -> Hashable:
+def _key_of_named(seen: _NamedTensor, call: RegionCall | None) -> Hashable:
     if seen.run is not None:
         return call and call.place, seen.rank, seen.name
     # What runs again in Python has no ranks: its names come in the forward's order.

@@ -10,8 +10,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import final
+from dataclasses import asdict, dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -41,6 +41,12 @@ _POLICIES = (
     policies.save_only_these_names("attn"),
 )
 _HEADINGS = ("policy", "final loss", "held", "", "peak", "", "step time", "", "")
+
+
+_LEGEND = """
+held: bytes that live between forward and backward; peak: the most in one step;
+both measured, beyond parameters and batch. Ratios are to no remat; +- is half of
+what the quartiles of the times are apart."""
 
 
 @final
@@ -79,8 +85,7 @@ def run_demo(
 ) -> list[DemoRow]:
     """Trains the model once under each policy and measures it, first without remat.
 
-    The seed decides the initial parameters, the batches and what is dropped out, which
-    all rows share.
+    The seed decides initial parameters, batches and what is dropped out, for all rows.
     """
     shape = shape or GPTShape()
     blocks = {"no remat": block, **{repr(p): remat(block, policy=p) for p in _POLICIES}}
@@ -141,13 +146,8 @@ def _measure(trainer: _Trainer, batch: Tensor, key: Tensor) -> DemoRow:
     del loss_and_pullback
     with LiveBytes() as step:
         torch.func.grad(loss)(trainer.parameters)
-    return DemoRow(
-        trainer.name,
-        tuple(trainer.losses),
-        held_bytes,
-        step.peak_bytes,
-        *median_and_spread(trainer.times_s),
-    )
+    times_s, losses = median_and_spread(trainer.times_s), tuple(trainer.losses)
+    return DemoRow(trainer.name, losses, held_bytes, step.peak_bytes, *times_s)
 
 
 def first_loss_difference(rows: Sequence[DemoRow]) -> str | None:
@@ -180,33 +180,20 @@ def demo_table(rows: Sequence[DemoRow]) -> str:
         )
         for row in rows
     ]
-    lines = [
-        *table(_HEADINGS, cells),
-        "",
-        "held: bytes that live between forward and backward; peak: the most in one step;",
-        "both measured, beyond parameters and batch. Ratios are to no remat; +- is half of",
-        "what the quartiles of the times are apart.",
-        f"All {len(plain.losses)} losses are equal in every row to the last bit; the final "
-        f"one is {plain.losses[-1].hex()}."
-        if difference is None
-        else f"NOT EQUAL: {difference}.",
-    ]
-    return "\n".join(lines)
+    verdict = f"NOT EQUAL: {difference}."
+    if difference is None:
+        every = f"All {len(plain.losses)} losses are equal in every row to the last bit"
+        verdict = f"{every}; the final one is {plain.losses[-1].hex()}."
+    return "\n".join([*table(_HEADINGS, cells), _LEGEND, verdict])
 
 
 def demo_json(rows: Sequence[DemoRow]) -> str:
     """Returns the rows as JSON; `loss_bits` writes the final loss without rounding."""
-    shown = [
-        {
-            "policy": row.name,
-            "final_loss": row.losses[-1],
-            "loss_bits": row.losses[-1].hex(),
-            "held_bytes": row.held_bytes,
-            "peak_bytes": row.peak_bytes,
-            "step_time_s": row.step_time_s,
-            "spread_s": row.spread_s,
-        }
-        for row in rows
-    ]
+    shown: list[dict[str, Any]] = []
+    for row in rows:
+        figures = asdict(row)
+        name, loss = figures.pop("name"), figures.pop("losses")[-1]
+        losses = {"final_loss": loss, "loss_bits": loss.hex()}
+        shown.append({"policy": name, **losses, **figures})
     is_equal = first_loss_difference(rows) is None
     return json.dumps({"losses_equal": is_equal, "rows": shown}, indent=2)

@@ -39,7 +39,7 @@ def timeline_figure(
     totals = [*timeline.total_bytes, *(() if plain is None else plain.total_bytes)]
     name, unit = unit_of(max(totals, default=0))
     words, second = timeline.axis
-    figure, axes = _axes(title, words, f"live bytes ({name})")
+    figure, axes = _figure_and_axes(title, words, f"live bytes ({name})")
     times = [time_s / second for time_s in timeline.times_s]
     layers = axes.stackplot(
         times,
@@ -75,7 +75,7 @@ def frontier_figure(
     Args:
         points: of a report.
         others: single points (saved bytes, recomputed work), by what made them: policies,
-            plans, peers.
+            peers.
         title: what was traced.
 
     Raises:
@@ -102,8 +102,7 @@ def comparison_figure(
     Args:
         own: (bytes, seconds), by policy.
         peers: likewise, by what another library calls it; drawn as filled markers.
-        spreads: of the seconds, by policy; one that is faster by less than its own and the
-            other's is not.
+        spreads: of the seconds, by policy; what is faster by less than both is not.
         title: what was measured.
 
     Raises:
@@ -117,7 +116,7 @@ def comparison_figure(
     line = {"linewidth": 1, "label": "the best for its bytes"}
     known = spreads or {}
     points = [(*point, known.get(name, 0.0)) for name, point in own.items()]
-    best = [(size, time_s * 1e3) for size, time_s, _ in _best(points)]
+    best = [(size, time_s * 1e3) for size, time_s, _ in _fastest_for_bytes(points)]
     figure, axes = _trade_off(title, words, best, line, singles)
     axes.set_xlim(left=0)
     figure.legend(loc="outside right upper", fontsize="small")  # pyright: ignore[reportUnknownMemberType]
@@ -127,7 +126,7 @@ def comparison_figure(
 _Timed = tuple[int, float, float]  # bytes, seconds, and the spread of these
 
 
-def _best(points: Sequence[_Timed]) -> list[_Timed]:
+def _fastest_for_bytes(points: Sequence[_Timed]) -> list[_Timed]:
     """The points of a figure that none beats in both size and time, the smallest first."""
     found: list[_Timed] = []
     for size, time_s, spread_s in sorted(points):
@@ -155,7 +154,7 @@ def batch_figure(
     sizes = [size for curve in curves.values() for size in curve.values()]
     name, unit = unit_of(max([*sizes, limit_bytes or 0], default=0))
     y_words = f"peak bytes of one step ({name})"
-    figure, axes = _axes(title, "batch size (examples)", y_words)
+    figure, axes = _figure_and_axes(title, "batch size (examples)", y_words)
     looks = map("".join, zip(itertools.cycle("osDv^"), itertools.cycle(_STYLES)))
     for (label, curve), look in zip(curves.items(), looks, strict=False):
         batches = sorted(curve)
@@ -178,7 +177,7 @@ def _trade_off(
     """A figure of what fewer bytes cost: a curve, and single points filled with a color."""
     points = [point for several, _ in singles for point in several.values()]
     name, unit = unit_of(max((size for size, _ in [*curve, *points]), default=0))
-    figure, axes = _axes(title, f"{words[0]} ({name})", words[1])
+    figure, axes = _figure_and_axes(title, f"{words[0]} ({name})", words[1])
     sizes, costs = [size / unit for size, _ in curve], [cost for _, cost in curve]
     axes.step(sizes, costs, where="post", color="black", **line)
     for several, face in singles:
@@ -190,7 +189,7 @@ def _trade_off(
     return figure, axes
 
 
-def _axes(title: str, x_words: str, y_words: str) -> tuple[Figure, Any]:
+def _figure_and_axes(title: str, x_words: str, y_words: str) -> tuple[Figure, Any]:
     """A figure with one pair of axes, made without pyplot and its global state."""
     if importlib.util.find_spec("matplotlib") is None:
         raise refusal(

@@ -69,13 +69,11 @@ def html_report(facts: Facts) -> str:
 
 def _how_it_was_made(facts: Facts) -> str:
     """When, by which versions, on which device and by which command."""
-    parts = (
-        f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
-        f"remat {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-        f"on {facts.device} ({platform.machine()})",
-        shlex.join(["python", *sys.orig_argv[1:]]),
+    return (
+        f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}; remat {__version__}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}; on {facts.device} "
+        f"({platform.machine()}); {shlex.join(['python', *sys.orig_argv[1:]])}"
     )
-    return "; ".join(parts)
 
 
 _Cell = tuple[str, str]  # the words, and what they are sorted by
@@ -124,9 +122,7 @@ def _html_table(
         lines.append(f'<th scope="col"><button type="button">{head}</button></th>')
     lines.append("</tr></thead><tbody>")
     for row in rows:
-        cells = (
-            f'<td data-key="{escape(key)}">{escape(each)}</td>' for each, key in row
-        )
+        cells = [f'<td data-key="{escape(k)}">{escape(each)}</td>' for each, k in row]
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return "\n".join([*lines, "</tbody></table></div>"])
 
@@ -142,13 +138,13 @@ def _drawn_timeline(timeline: Timeline) -> str:
     below = [float(_HEIGHT)] * len(times)
     areas: list[str] = []
     legend: list[str] = []
-    for place, (owner, sizes) in enumerate(
-        zip(timeline.groups, timeline.size_bytes, strict=True)
-    ):
-        above = [
-            y - _HEIGHT * n / (most or 1) for y, n in zip(below, sizes, strict=True)
-        ]
-        edge = " ".join([*_corners(times, above), *reversed(_corners(times, below))])
+    owners = zip(timeline.groups, timeline.size_bytes, strict=True)
+    for place, (owner, sizes) in enumerate(owners):
+        heights = [_HEIGHT * size / (most or 1) for size in sizes]
+        above = [y - height for y, height in zip(below, heights, strict=True)]
+        edge = " ".join(
+            [*_step_corners(times, above), *reversed(_step_corners(times, below))]
+        )
         look, name = f'class="look{place % _LOOKS}"', f"<title>{escape(owner)}</title>"
         areas.append(f'<polygon points="{edge}" {look}>{name}</polygon>')
         legend.append(f"<li><svg><rect {look}/></svg> {escape(owner)}</li>")
@@ -171,13 +167,10 @@ def _drawn_timeline(timeline: Timeline) -> str:
     )
 
 
-def _corners(xs: Sequence[float], ys: Sequence[float]) -> list[str]:
+def _step_corners(xs: Sequence[float], ys: Sequence[float]) -> list[str]:
     """The corners of a line that keeps each value until the next place."""
-    return [
-        f"{x:.1f},{y:.1f}"
-        for place, x in enumerate(xs)
-        for y in (ys[max(place - 1, 0)], ys[place])
-    ]
+    before = [ys[0], *ys]
+    return [f"{x:.1f},{y:.1f}" for k, x in enumerate(xs) for y in (before[k], ys[k])]
 
 
 def _ticks(most: float, side: str) -> str:

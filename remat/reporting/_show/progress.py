@@ -1,6 +1,7 @@
 """Shows the progress of a command: a bar on a terminal, else a line now and then."""
 
 import importlib.util
+import itertools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TextIO
@@ -18,7 +19,14 @@ def progress(title: str, total: int, stream: TextIO) -> Generator[Advance]:
     Only a terminal gets a bar, and only where rich is installed.
     """
     if not stream.isatty() or importlib.util.find_spec("rich") is None:
-        yield _progress_lines(title, total, stream)
+        steps = itertools.count(1)
+
+        def print_line(note: str) -> None:
+            step = next(steps)
+            if step * _NUM_LINES // total > (step - 1) * _NUM_LINES // total:
+                print(f"{title} {step}/{total} {note}", file=stream, flush=True)
+
+        yield print_line
         return
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress
@@ -28,15 +36,3 @@ def progress(title: str, total: int, stream: TextIO) -> Generator[Advance]:
     with Progress(*columns, *after, console=Console(file=stream)) as bar:
         task = bar.add_task(title, total=total, note="")
         yield lambda note: bar.update(task, advance=1, note=note)
-
-
-def _progress_lines(title: str, total: int, stream: TextIO) -> Advance:
-    step = 0
-
-    def advance(note: str) -> None:
-        nonlocal step
-        step += 1
-        if step * _NUM_LINES // total > (step - 1) * _NUM_LINES // total:
-            print(f"{title} {step}/{total} {note}", file=stream, flush=True)
-
-    return advance

@@ -72,11 +72,9 @@ def heading(facts: Facts) -> Iterator[str]:
     """The figures of the whole step, a line each."""
     yield f"{facts.function} on {facts.device}: one forward and its backward"
     yield ""
-    yield f"held    {show_size(facts.held_bytes)} wait for the backward" + (
-        f"; {show_size(facts.outside_bytes)} of them outside any region"
-        if facts.outside_bytes
-        else ""
-    )
+    outside = f"; {show_size(facts.outside_bytes)} of them outside any region"
+    held = f"held    {show_size(facts.held_bytes)} wait for the backward"
+    yield held + (outside if facts.outside_bytes else "")
     if facts.elsewhere_bytes:
         size = show_size(facts.elsewhere_bytes)
         yield f"        {size} beside that in host memory, on other devices or in files"
@@ -87,22 +85,19 @@ def heading(facts: Facts) -> Iterator[str]:
     groups = facts.peak.groups
     yield "        " + ", ".join(f"{show_size(size)} {name}" for name, size in groups)
     optimizer = _words_if_known(show_size, facts.optimizer_bytes)
-    optimizer = optimizer or "not counted (with_optimizer adds it)"
     yield (
         f"apart   parameters {show_size(facts.parameter_bytes)}, "
         f"gradients {show_size(facts.gradient_bytes)}, "
         f"other arguments {show_size(facts.argument_bytes)}, "
-        f"optimizer state {optimizer}"
+        f"optimizer state {optimizer or 'not counted (with_optimizer adds it)'}"
     )
     yield f"again   {_recomputed_text(facts)}"
 
 
 def _recomputed_text(facts: Facts) -> str:
     if facts.recompute_flops is None:
-        return (
-            'unknown: engine="rerun", a schedule, or a transform inside the function, '
-            "does not tell"
-        )
+        what = 'engine="rerun", a schedule, or a transform inside the function'
+        return f"unknown: {what}, does not tell"
     flops = show_flops(facts.recompute_flops)
     whole = facts.forward_flops + facts.backward_flops - facts.recompute_flops
     share = f", {facts.recompute_flops / whole:.0%} of the rest" if whole else ""
@@ -115,12 +110,10 @@ def _recomputed_text(facts: Facts) -> str:
 
 def peak_text(peak: Peak) -> str:
     """What made the peak."""
-    where = f"in the {peak.phase}"
-    if peak.region:
-        where += f" of {peak.region}, call {peak.call}"
+    where = f" of {peak.region}, call {peak.call}" if peak.region else ""
     made = f", at {peak.op}" if peak.op else ""
     line = f" ({peak.source})" if peak.source else ""
-    return f"{where}{made}{line}"
+    return f"in the {peak.phase}{where}{made}{line}"
 
 
 def _tables(facts: Facts) -> Iterator[_Table]:
@@ -246,10 +239,9 @@ class Diff:
         rows: list[tuple[str, ...]] = []
         for row in self.rows:
             show = {"B": show_size, "FLOP": show_flops, "s": show_time}[row.unit]
-            both = [
-                _words_if_known(show, each) or "-" for each in (row.before, row.after)
-            ]
-            rows.append((row.figure, *both, show_ratio(row.after, row.before)))
+            before = _words_if_known(show, row.before) or "-"
+            after = _words_if_known(show, row.after) or "-"
+            rows.append((row.figure, before, after, show_ratio(row.after, row.before)))
         return "\n".join(table(("figure", "before", "after", "ratio"), rows))
 
 
@@ -268,11 +260,10 @@ def diff(one: Facts, other: Facts) -> Diff:
         for unit, names in _FIGURES.items()
         for name in names
     ]
-    held = [
-        {each.name: each.held_bytes for each in facts.regions} for facts in (one, other)
-    ]
+    before = {each.name: each.held_bytes for each in one.regions}
+    after = {each.name: each.held_bytes for each in other.regions}
     rows += [
-        Change(f"held by {name}", held[0].get(name), held[1].get(name), "B")
-        for name in dict.fromkeys((*held[0], *held[1]))
+        Change(f"held by {name}", before.get(name), after.get(name), "B")
+        for name in before | after
     ]
     return Diff(tuple(rows))
