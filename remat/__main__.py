@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
     except BrokenPipeError as error:
         if line_of(error):
-            return _fail_command(_told(error))  # a pipe of the user's own
+            return _fail_command(_error_line(error))  # a pipe of the user's own
         # What is left to print would be flushed at exit, and raise again.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # open until the process ends
         return 141
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             'script runs by if __name__ == "__main__"'
         )
     except Exception as error:  # noqa: BLE001  # what the user's code raises may be any
-        return _fail_command(_told(error))
+        return _fail_command(_error_line(error))
     except KeyboardInterrupt:
         return _fail_command("interrupted", code=130)
 
@@ -86,14 +86,14 @@ def _report(options: argparse.Namespace) -> int:
         result = report(function, **kwargs)
     if options.html is not None:
         result.to_html(options.html)
-    return _give(result, options)
+    return _write_result(result, options)
 
 
 def _checklist(options: argparse.Namespace) -> int:
     with patience("running some steps"):
         function, kwargs = _call(options)
         result = checklist(function, tokens_of=options.tokens_of, **kwargs)
-    _give(result, options)
+    _write_result(result, options)
     return 0 if result.is_passed else 1
 
 
@@ -101,7 +101,7 @@ def _plan(options: argparse.Namespace) -> int:
     with patience("planning"):
         function, kwargs = _call(options)
         result = plan(function, budget=options.budget, solver=options.solver)(**kwargs)
-    return _give(result, options)
+    return _write_result(result, options)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -110,7 +110,7 @@ def _compare(options: argparse.Namespace) -> int:
         function, kwargs = one_layer(options.device) if is_own else _call(options)
         peers = {name.rpartition(":")[2]: load_target(name) for name in options.peer}
         result = compare(function, kwargs, options.steps, peers=peers)
-    return _give(result, options)
+    return _write_result(result, options)
 
 
 def _call(options: argparse.Namespace) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -122,7 +122,7 @@ def _call(options: argparse.Namespace) -> tuple[Callable[..., Any], dict[str, An
     return function, keywords(options.arguments, options.device)
 
 
-def _give(result: Any, options: argparse.Namespace) -> int:
+def _write_result(result: Any, options: argparse.Namespace) -> int:
     """Writes a command's result where it is wanted: to a file, a terminal, or a pipe."""
     kind = "" if options.out is None else options.out.suffix.lower()
     if kind in _DRAWN:
@@ -184,7 +184,7 @@ def _one_line_warnings() -> Generator[None]:
         yield
 
 
-def _told(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     """An error as a command prints it: one line, with the place for one of the user's own."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     line = "" if isinstance(error, RematError) else line_of(error)

@@ -107,8 +107,7 @@ def remat(
             "keys" for functions, "preserve" for modules and their methods.
         engine: "trace" recomputes by a program that was traced from the function; "rerun"
             runs the Python function again, for functions that cannot be traced; "auto"
-            traces, and where a trace is refused runs such calls again from then on, with
-            one warning.
+            traces; calls whose trace is refused run again from then on. It warns once.
         backend: "inductor" compiles the region's programs with Inductor, also under
             torch.func; the numbers then agree to rounding. None runs operator by operator.
         dynamic_shapes: whether one trace serves all sizes of the arguments' dimensions,

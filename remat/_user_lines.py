@@ -16,8 +16,8 @@ from torch import fx
 from remat._errors import RematWarning, explain
 
 _TORCHS_MODULES = torch.__path__[0] + "/nn/"
-_OWN = __file__.rpartition("/")[0] + "/"
-_LIBRARIES = (torch.__path__[0], _OWN, contextlib.__file__, "<")
+_OWN_FILES = __file__.rpartition("/")[0] + "/"
+_LIBRARIES = (torch.__path__[0], _OWN_FILES, contextlib.__file__, "<")
 # What is typed at a prompt or written in a docstring; other such names are of generated code.
 _TYPED = ("<stdin>", "<python-input-", "<ipython-input-", "<doctest ")
 
@@ -96,7 +96,7 @@ def _user_frame() -> tuple[FrameType | None, int]:
 def is_called_by_torch() -> bool:
     """Whether torch's own Python code has called what this package has come between."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FILES):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES[0])
 
