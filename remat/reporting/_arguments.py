@@ -24,9 +24,6 @@ def load_target(target: str, device: str = "cpu") -> Callable[..., Any]:
     """The function, module or region that "package.module:name" or "file.py:name" names.
 
     A class of modules is made one without arguments, on a device: on "meta" without memory.
-
-    Raises:
-        RematError: there is no such thing.
     """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
@@ -47,11 +44,7 @@ def load_target(target: str, device: str = "cpu") -> Callable[..., Any]:
 
 
 def policy_of_word(word: str) -> AbstractPolicy:
-    """The policy that a word names: `nothing_saveable`, `budget("20MiB")`, `policies.py:mine`.
-
-    Raises:
-        RematError: there is no such policy.
-    """
+    """The policy that a word names: `nothing_saveable`, `budget("20MiB")`, `policies.py:mine`."""
     if ":" in word.partition("(")[0]:
         return as_policy(load_target(word), word)
     name, called, rest = word.partition("(")
@@ -116,9 +109,6 @@ def keywords(words: Sequence[str], device: str) -> dict[str, Any]:
             a bound (2 if none is named); `heads==4` is a Python literal; a dotted name,
             `params.w=3,4`, goes into a dict.
         device: where the tensors are made; "meta" for none.
-
-    Raises:
-        RematError: a word cannot be read.
     """
     generator = torch.Generator().manual_seed(0)
     found: dict[str, Any] = {}

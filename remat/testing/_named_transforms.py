@@ -176,11 +176,7 @@ USUAL = (
 
 
 def parse_transform(name: str) -> tuple[str, ...]:
-    """The transforms in a name, the outermost first.
-
-    Raises:
-        ValueError: if a part of the name is not a transform, or not in this place.
-    """
+    """The transforms in a name, the outermost first; refuses what is none, or out of place."""
     parts = tuple(name.replace(" ", "").rstrip(")").split("("))
     known = (*TRANSFORMS, "functional_call")
     is_closed = name.count("(") == name.count(")")

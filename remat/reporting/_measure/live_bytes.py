@@ -2,8 +2,7 @@
 
 A dispatch mode below the transforms sees the plain tensors that each operator takes and
 returns. It holds a weak reference to each storage. A storage counts once, however many
-tensors view it, from the operator that made it until its memory is released. A storage
-that no operator made existed before, and does not count.
+tensors view it, from the operator that made it until its memory is released.
 
 Not seen: buffers that live only inside one kernel, and the allocator's rounding. An
 accelerator's allocator sees both, but not whose they are: its peak is read beside.

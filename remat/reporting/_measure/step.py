@@ -75,11 +75,7 @@ class MeasuredStep:
                 self._survey.restore(self._numbers)
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Calls the function: the tensors that it returns and through which gradients flow.
-
-        Raises:
-            RematError: there are none.
-        """
+        """Calls the function: the tensors that it returns and through which gradients flow."""
         args, kwargs = trees.unflatten(self._leaves, self._spec)
         returned = self.function(*args, **kwargs)
         leaves, _ = trees.flatten(returned)

@@ -114,8 +114,7 @@ class StepWatcher(StepListener):
     not see buffers inside a kernel, nor what the allocator adds to round up sizes.
 
     When one of torch's operators runs for the first time in the process, it runs twice
-    if that changes nothing, and only the second counts: kernels load and tune in
-    the first.
+    if that changes nothing, and only the second counts: kernels tune in the first.
     """
 
     def __init__(self) -> None:
