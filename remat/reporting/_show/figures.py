@@ -75,7 +75,7 @@ def frontier_figure(
     Args:
         points: of a report.
         others: single points (saved bytes, recomputed work), by what made them: policies,
-            peers.
+            plans, peers.
         title: what was traced.
 
     Raises:
