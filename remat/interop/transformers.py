@@ -106,9 +106,8 @@ def enable(
         head.__dict__["forward"] = LateHead(head, tiled_loss)
     if tiled_mlp is not None:
         for mlp in _mlps_of(model):
-            mlp.__dict__["forward"] = tiled(
-                mlp.forward, _ALONG_SEQUENCE, tiles=tiled_mlp
-            )
+            instead = tiled(mlp.forward, _ALONG_SEQUENCE, tiles=tiled_mlp)
+            mlp.__dict__["forward"] = instead
     return model
 
 

@@ -21,12 +21,8 @@ from remat._user_lines import warn
 from remat.storage._argument_checks import require_count
 
 _M = TypeVar("_M", bound=nn.Module)
-Where: TypeAlias = (
-    type[nn.Module]
-    | tuple[type[nn.Module], ...]
-    | str
-    | Callable[[str, nn.Module], bool]
-)
+_Class: TypeAlias = type[nn.Module]
+Where: TypeAlias = _Class | tuple[_Class, ...] | str | Callable[[str, nn.Module], bool]
 
 
 def apply(model: _M, where: Where, *, every: int = 1, **remat_options: Any) -> _M:

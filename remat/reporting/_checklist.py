@@ -121,14 +121,22 @@ def checklist(
     with disabled():
         plain = report(f, *args, **kwargs)
     found = report(f, *args, **kwargs)
+    # Why some of the questions have no answer.
+    no_region = None if found.regions else (NOT_APPLICABLE, "no region ran")
+    no_batch = None if step.data else (NOT_APPLICABLE, "there is no batch")
+    no_numbers = no_region
+    if found.device == "meta":
+        no_numbers = no_region or (NOT_MEASURED, "nothing is computed on meta tensors")
     answers = {
-        "activation bytes by layer": _bytes_by_layer(found, plain),
+        "activation bytes by layer": no_region or _bytes_by_layer(found, plain),
         "parameters apart": _parameters_apart(step, found),
-        "recompute overhead": _recompute_overhead(found),
-        "determinism": _determinism(step, found),
+        "recompute overhead": no_region or _recompute_overhead(found),
+        "determinism": no_numbers or _determinism(step),
         "attention not run twice": _attention_once(step),
-        "throughput, and largest batch": _throughput(step, tokens, found, plain),
-        "gradients equal to undecorated": _gradients(step, found, plain),
+        "throughput, and largest batch": no_batch
+        or no_numbers
+        or _throughput(step, tokens, found, plain),
+        "gradients equal to undecorated": no_numbers or _gradients(step, plain),
     }
     checks = [Check(question, *answer) for question, answer in answers.items()]
     return Checklist(step.name, tuple(checks))
@@ -151,12 +159,9 @@ def _argument_named(
 
 
 _Answer = tuple[str, str]  # the verdict, and the figure
-_NO_REGION = (NOT_APPLICABLE, "no region ran")
 
 
 def _bytes_by_layer(found: Report, plain: Report) -> _Answer:
-    if not found.regions:
-        return _NO_REGION
     layers = ", ".join(
         f"{region.name}: {layer.count} x {show_size(layer.held_bytes)}"
         for region in found.regions
@@ -165,15 +170,6 @@ def _bytes_by_layer(found: Report, plain: Report) -> _Answer:
     sizes = map(show_size, (found.held_bytes, plain.held_bytes))
     figure = f"{layers}; all {', without remat '.join(sizes)}"
     return _pass_or_fail(found.held_bytes < plain.held_bytes), figure
-
-
-def _without_numbers(found: Facts) -> _Answer | None:
-    """The answer where there are no numbers of regions to compare; None where there are."""
-    if not found.regions:
-        return _NO_REGION
-    if found.device == "meta":
-        return NOT_MEASURED, "nothing is computed on meta tensors"
-    return None
 
 
 def _pass_or_fail(is_good: bool) -> str:
@@ -218,8 +214,6 @@ def _parameters_apart(step: MeasuredStep, found: Report) -> _Answer:
 
 
 def _recompute_overhead(found: Facts) -> _Answer:
-    if not found.regions:
-        return _NO_REGION
     if found.recompute_flops is None:
         return NOT_MEASURED, "some region does not tell"
     if not found.forward_flops:
@@ -231,9 +225,7 @@ def _recompute_overhead(found: Facts) -> _Answer:
     return _pass_or_fail(share <= 1.0), figure
 
 
-def _determinism(step: MeasuredStep, found: Report) -> _Answer:
-    if answer := _without_numbers(found):
-        return answer
+def _determinism(step: MeasuredStep) -> _Answer:
     with step.kept():
         outputs = step.forward()
         leaves = leaves_of(outputs)
@@ -264,10 +256,6 @@ def _fused_attentions(counts: Counter[str]) -> int:
 def _throughput(
     step: MeasuredStep, tokens: Tensor | None, found: Report, plain: Report
 ) -> _Answer:
-    if not step.data:
-        return NOT_APPLICABLE, "there is no batch"
-    if answer := _without_numbers(found):
-        return answer
     data = max(step.data, key=lambda each: each.nbytes)
     if data.numel() == 0:
         return NOT_APPLICABLE, "the batch is empty"
@@ -315,9 +303,7 @@ _ROUNDING = {
 }
 
 
-def _gradients(step: MeasuredStep, found: Report, plain_report: Report) -> _Answer:
-    if answer := _without_numbers(found):
-        return answer
+def _gradients(step: MeasuredStep, plain_report: Report) -> _Answer:
     with disabled():
         leaves, plain = step.gradients()
     _, region = step.gradients(leaves)

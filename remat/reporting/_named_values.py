@@ -126,9 +126,8 @@ class _NameWatcher(StepListener):
 
     def _copy_named(self, name: str, source: str, tensor: Tensor, *of_run: Any) -> None:
         copy = levels.unwrapped(tensor).detach().clone()
-        self.seen.append(
-            _NamedTensor(name, source, copy, self.phase, self.node, *of_run)
-        )
+        of_step = self.phase, self.node
+        self.seen.append(_NamedTensor(name, source, copy, *of_step, *of_run))
 
 
 def named_values(
