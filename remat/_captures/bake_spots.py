@@ -21,30 +21,17 @@ from remat._captures.contents import (
     shows_members,
     slots,
 )
-from remat._captures.covered import (
-    ABSENT,
-    Covered,
-    Equal,
-    Instance,
-    IsTensor,
-    Keyed,
-    Registered,
-    Rule,
-    Runs,
-    SameAs,
-    Sized,
-    Spot,
-)
+from remat._captures.covered import ABSENT, Covered, Equal, Rule, Shape, Spot
 from remat._captures.library import is_library_module, mentions, user_bases
 from remat._captures.places import (
     ITEMS,
-    NOT_THERE,
+    MISSING,
     Label,
     Step,
     attributes,
     is_kept_property,
     is_simple,
-    look,
+    look_or_missing,
 )
 from remat._captures.walk import EVERYTHING, Node, Survey
 from remat._generators import trackers
@@ -121,7 +108,7 @@ class _Baker:
         for identity in dict.fromkeys(used):
             first, *others = self.tensors[identity]
             for other in others:
-                spots[other] = spots[other]._replace(rule=SameAs(first))
+                spots[other] = spots[other]._replace(rule=Shape("alias", (first,)))
         return spots
 
     def steps(self, node: Node) -> Iterable[Step]:
@@ -187,9 +174,14 @@ class _Baker:
         places: dict[tuple[int, str], None] = {}
         for identity in self.known:
             kind = self.survey.nodes[identity].value
-            if isinstance(kind, type):
-                for base, name in _overridable(kind, self.survey.names):
-                    places[id(base), name] = None
+            before: list[type] = []
+            named: set[str] = set()
+            for base in kind.__mro__ if isinstance(kind, type) else ():
+                names = attributes(base).keys() & {*self.survey.names, "forward"}
+                for name in names - named:
+                    places |= {(id(each), name): None for each in before}
+                before.append(base)
+                named |= names
         for identity, name in places:
             if identity in self.known:
                 node = self.survey.nodes[identity]
@@ -226,17 +218,14 @@ class _Baker:
 
     def cover_shape(self, node: Node, step: Step) -> None:
         """Covers the size or the keys of a container that belongs to the object."""
-        try:
-            rule = _rule_to_bake(look(node.value, step))
-        except NOT_THERE:
-            rule = ABSENT
-        self.write(node, step, rule)
+        found = look_or_missing(node.value, step)
+        self.write(node, step, ABSENT if found is MISSING else _rule_to_bake(found))
 
     def cover_place(self, node: Node, step: Step) -> None:
         """Writes the spot of one value, and continues from each value once."""
         value = node.content[step]
         if isinstance(value, Tensor):
-            spot = self.write(node, step, IsTensor(type(value)))
+            spot = self.write(node, step, Shape("tensor", (type(value),)))
             self.tensors.setdefault(id(value), []).append(spot)
             if id(value) in self.survey.nodes.keys() - self.known.keys():
                 self.known[id(value)] = spot
@@ -251,7 +240,7 @@ class _Baker:
             if not (is_compared(value) or node.look is of_library_function):
                 self.untold.append((spot, type(value)))
         elif step[0] not in AS_CLASS:
-            same = SameAs(self.known[id(value)])
+            same = Shape("alias", (self.known[id(value)],))
             self.write(node, step, Equal(value) if is_simple(value) else same)
 
     def write(self, node: Node, step: Step, rule: Rule) -> int:
@@ -271,17 +260,6 @@ _SWITCHES = frozenset({bool, int, float, str, type(None)})
 
 def _has_dict_to_bake(value: object) -> bool:
     return type(value).__dictoffset__ != 0 or isinstance(value, threading.local)
-
-
-def _overridable(kind: type, names: set[str]) -> Iterable[tuple[type, str]]:
-    """The places to bake where a name could be overridden: each class before that base."""
-    before: list[type] = []
-    known: set[str] = set()
-    for base in kind.__mro__:
-        new = (attributes(base).keys() & {*names, "forward"}) - known
-        yield from ((each, name) for name in new for each in before)
-        before.append(base)
-        known |= new
 
 
 def _containers_to_bake(node: Node) -> Iterable[Step]:
@@ -306,9 +284,9 @@ def _rule_to_bake(value: object) -> Rule:
     kind, is_shown = type(value), shows_members(value)
     number = trackers.number_of(value)
     if number is not None:
-        return Registered(number)
+        return Shape("tracker", (number,))
     if isinstance(value, types.FunctionType):
-        return Runs(value.__code__)
+        return Shape("function", (value.__code__,))
     if is_simple(value):
         return Equal(value)
     if isinstance(value, types.ModuleType) and is_library_module(value.__name__):
@@ -316,8 +294,8 @@ def _rule_to_bake(value: object) -> Rule:
     if isinstance(value, dict):
         entries = cast("dict[Hashable, object]", value)
         if all(is_simple(key) for key in entries):
-            return Keyed(kind, tuple(entries))
+            return Shape("keyed", (kind, tuple(entries)))
     sized = list, tuple, deque, set, dict
     if not is_shown and isinstance(value, sized):
-        return Sized(kind, len(cast("list[object]", value)))
-    return Instance(kind)
+        return Shape("sized", (kind, len(cast("list[object]", value))))
+    return Shape("instance", (kind,))

@@ -8,9 +8,8 @@ say what differs.
 """
 
 import contextlib
-import types
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
 from torch import Tensor
@@ -24,7 +23,7 @@ from remat._captures.places import (
     Step,
     fill,
     in_words,
-    look,
+    look_or_missing,
     put,
     same,
 )
@@ -39,83 +38,45 @@ class Equal(NamedTuple):
     const: object
 
 
+class Shape(NamedTuple):
+    """What a value looks like: a line of `SHAPES`, and its fields."""
+
+    name: str
+    fields: tuple[Any, ...]
+
+
+Rule: TypeAlias = Equal | Shape
+
 # No value is there: what was read came from elsewhere, or was missing.
 ABSENT = Equal(MISSING)
 
-
-# Of each further rule: what it says of a value `v`, as Python, and of a value that breaks it.
-# Its fields stand for themselves if they are whole numbers, and for constants otherwise; `t` is
-# a local name of its own.
-
-
-class Instance(NamedTuple):
-    """An object of exactly this class."""
-
-    kind: type
-
-    clause = "type({v}) is {0}"
-    breach = "was a {0.__qualname__} and is {now}"
-
-
-class IsTensor(NamedTuple):
-    """A tensor of any class; `kind` is the likely one, for speed."""
-
-    kind: type
-
-    clause = "(type({t} := {v}) is {0} or isinstance({t}, Tensor))"
-    breach = Instance.breach
-
-
-class SameAs(NamedTuple):
-    """An object that stands at an earlier spot too: aliases stay aliases."""
-
-    spot: int
-
-    clause = "{v} is v{0}"
-    breach = "was shared with another place and is no more"
-
-
-class Runs(NamedTuple):
-    """A function with this code, made anew or not."""
-
-    code: types.CodeType
-
-    clause = "{v}.__code__ is {0}"
-    breach = "ran {0.co_qualname} and runs other code"
-
-
-class Sized(NamedTuple):
-    """A container of this class and length."""
-
-    kind: type
-    num_items: int
-
-    clause = "(type({t} := {v}) is {0} and len({t}) == {1})"
-    breach = "was a {0.__name__} of {1} items and has changed"
-
-
-class Keyed(NamedTuple):
-    """A dictionary of this class with these keys in this order."""
-
-    kind: type
-    keys: tuple[Hashable, ...]
-
-    clause = "(type({t} := {v}) is {0} and (*{t},) == {1})"
-    breach = "was a {0.__name__} with the keys {1} and has changed"
-
-
-class Registered(NamedTuple):
-    """The tracker of this registration: a program draws from its states, by its number."""
-
-    number: int
-
-    clause = "TRACKERS.get({0}) is {v}"
-    breach = "was another tracker"
-
-
-Rule: TypeAlias = (
-    Equal | Instance | IsTensor | SameAs | Runs | Sized | Keyed | Registered
-)
+# Of each shape: what it says of a value `v`, as Python, and of a value that breaks it. Its fields
+# stand for themselves if they are whole numbers, and for constants otherwise; `t` is a local name.
+SHAPES = {
+    # An object of exactly this class.
+    "instance": ("type({v}) is {0}", "was a {0.__qualname__} and is {now}"),
+    # A tensor of any class, likely of this one.
+    "tensor": (
+        "(type(t := {v}) is {0} or isinstance(t, Tensor))",
+        "was a {0.__qualname__} and is {now}",
+    ),
+    # An object that stands at an earlier spot too: aliases stay aliases.
+    "alias": ("{v} is v{0}", "was shared with another place and is no more"),
+    # A function with this code, made anew or not.
+    "function": ("{v}.__code__ is {0}", "ran {0.co_qualname} and runs other code"),
+    # A container of this class and length.
+    "sized": (
+        "(type(t := {v}) is {0} and len(t) == {1})",
+        "was a {0.__name__} of {1} items and has changed",
+    ),
+    # A dictionary of this class with these keys in this order.
+    "keyed": (
+        "(type(t := {v}) is {0} and (*t,) == {1})",
+        "was a {0.__name__} with the keys {1} and has changed",
+    ),
+    # The tracker of this registration: a program draws from its states, by its number.
+    "tracker": ("TRACKERS.get({0}) is {v}", "was another tracker"),
+}
 
 
 class Spot(NamedTuple):
@@ -127,104 +88,86 @@ class Spot(NamedTuple):
     rule: Rule
 
 
-class _Constants:
-    """Names for the objects that generated code refers to."""
-
-    def __init__(self) -> None:
-        self.space: dict[str, Any] = {
-            **SPACE,
-            "same": same,
-            "Tensor": Tensor,
-            "NOT_THERE": NOT_THERE,
-            "TRACKERS": trackers.registered,
-        }
-        self._names: dict[int, str] = {}
-        self._num_temporaries = 0
-
-    def name(self, value: object) -> str:
-        """The name of a constant; the same object has one name."""
-        name = self._names.setdefault(id(value), f"K{len(self._names)}")
-        self.space[name] = value
-        return name
-
-    def temporary(self) -> str:
-        """A new local name."""
-        self._num_temporaries += 1
-        return f"t{self._num_temporaries}"
+# What generated code refers to besides constants.
+_SPACE: dict[str, Any] = {
+    **SPACE,
+    "same": same,
+    "Tensor": Tensor,
+    "NOT_THERE": NOT_THERE,
+    "TRACKERS": trackers.registered,
+}
+_LITERAL = (type(None), bool, type(...))
+_BY_NAME = frozenset({"attr", "inherited"})
+_LISTS = frozenset({list, deque})
 
 
-def clause(rule: Rule, value: str, constants: _Constants) -> str:
+def _constant(value: object, space: dict[str, Any]) -> str:
+    """The name that generated code has for an object, which `space` gets."""
+    name = f"K{id(value)}"
+    space[name] = value
+    return name
+
+
+def clause(rule: Rule, value: str, space: dict[str, Any]) -> str:
     """Writes what a rule, other than `ABSENT`, says of a value as a Python expression.
 
-    `constants` gets what the expression refers to.
+    `space` gets what the expression refers to.
     """
-    if isinstance(rule, Equal):
-        return _equality(value, rule.const, constants)
-    fields = [str(f) if type(f) is int else constants.name(f) for f in rule]
-    return rule.clause.format(*fields, v=value, t=constants.temporary())
-
-
-_LITERAL = (type(None), bool, type(...))
-
-
-def _equality(value: str, const: object, constants: _Constants) -> str:
-    """The clause `same(value, const)` of a rule, by identity where it is likely to hold."""
-    if isinstance(const, _LITERAL):
-        return f"{value} is {const!r}"
-    name = constants.name(const)
-    if isinstance(const, type):
+    if isinstance(rule, Shape):
+        fields = (
+            str(f) if type(f) is int else _constant(f, space) for f in rule.fields
+        )
+        return SHAPES[rule.name][0].format(*fields, v=value)
+    if isinstance(rule.const, _LITERAL):
+        return f"{value} is {rule.const!r}"
+    name = _constant(rule.const, space)
+    if isinstance(rule.const, type):
         return f"{value} is {name}"
-    new = constants.temporary()
-    return f"(({new} := {value}) is {name} or same({new}, {name}))"
+    # By identity where that is likely to hold.
+    return f"((t := {value}) is {name} or same(t, {name}))"
 
 
-@final
-class _Writer:
-    """Writes the lines of one function over `roots`."""
-
-    def __init__(self, spots: Sequence[Spot]) -> None:
-        self.constants = _Constants()
-        self.lines: list[str] = []
-        self.line_reads: dict[int, tuple[str, ...]] = {}
-        self._holders: dict[str, str] = {}
-        self._reads: dict[int, list[str]] = {}
-        for spot in spots:
-            self._reads.setdefault(spot.parent, []).append(str(spot.step[1]))
-
-    def holder(self, spot: Spot) -> str:
-        """The name of the object that holds the spot, which a line binds at its first use."""
-        owner = "roots" if spot.parent < 0 else f"v{spot.parent}"
-        kind = KINDS[spot.step[0]]
-        text = kind.holder.format(owner)
-        if text == owner or not kind.item:
-            return text
-        if text not in self._holders:
-            name = self._holders[text] = f"h{len(self._holders)}"
-            self.lines.append(f"{name} = {text}")
-            # Line 1 is the `def`, line 2 the `try`.
-            self.line_reads[len(self.lines) + 2] = tuple(self._reads[spot.parent])
-        return self._holders[text]
-
-    def key(self, spot: Spot) -> str:
-        """The key of a spot's step, written out or as a constant."""
-        kind, key = spot.step
-        if kind in _BY_NAME:
-            return str(key)
-        return repr(key) if type(key) in {str, int} else self.constants.name(key)
+def _holder(spot: Spot, lines: list[str], holders: dict[str, str]) -> str:
+    """The name of the object that holds the spot, which a line binds at its first use."""
+    owner = "roots" if spot.parent < 0 else f"v{spot.parent}"
+    kind = KINDS[spot.step[0]]
+    text = kind.holder.format(owner)
+    if text == owner or not kind.item:
+        return text
+    if text not in holders:
+        holders[text] = f"h{len(holders)}"
+        lines.append(f"{holders[text]} = {text}")
+    return holders[text]
 
 
-_BY_NAME = frozenset({"attr", "inherited"})
+def _key_in_code(step: Step, space: dict[str, Any]) -> str:
+    kind, key = step
+    if kind in _BY_NAME:
+        return str(key)
+    return repr(key) if type(key) in {str, int} else _constant(key, space)
 
 
 def _generate_check(
     spots: Sequence[Spot], fetched: Sequence[int]
 ) -> Callable[[tuple[object, ...]], tuple[Tensor, ...] | None]:
     """A function of the roots: the tensors at `fetched`, or None if a rule is broken."""
-    writer = _Writer(spots)
-    bound = {spot.parent for spot in spots} | set(fetched)
-    bound |= {spot.rule.spot for spot in spots if isinstance(spot.rule, SameAs)}
+    space: dict[str, Any] = {**_SPACE}
+    lines: list[str] = []
+    holders: dict[str, str] = {}
+    line_reads: dict[int, list[str]] = {}
+    reads: dict[int, list[str]] = {}
+    bound: set[int] = {*fetched}
+    for parent, step, _, rule in spots:
+        reads.setdefault(parent, []).append(str(step[1]))
+        bound.add(parent)
+        if isinstance(rule, Shape) and rule.name == "alias":
+            bound.update(rule.fields)
     for index, spot in enumerate(spots):
-        kind, holder, key = spot.step[0], writer.holder(spot), writer.key(spot)
+        kind, num_lines = spot.step[0], len(lines)
+        holder, key = _holder(spot, lines, holders), _key_in_code(spot.step, space)
+        if len(lines) > num_lines:
+            # Line 1 is the `def`, line 2 the `try`.
+            line_reads[len(lines) + 2] = reads[spot.parent]
         if spot.rule is ABSENT and kind in _BY_NAME:
             condition = f"not hasattr({holder}, {key!r})"
         elif spot.rule is ABSENT:
@@ -232,15 +175,14 @@ def _generate_check(
         else:
             place = holder + KINDS[kind].item.format(key)
             if index in bound:
-                writer.lines.append(f"v{index} = {place}")
+                lines.append(f"v{index} = {place}")
                 place = f"v{index}"
-            condition = clause(spot.rule, place, writer.constants)
-        writer.lines.append(f"if not ({condition}): return None")
-    writer.lines.append(f"return ({''.join(f'v{index}, ' for index in fetched)})")
-    body = "".join(f"  {line}\n" for line in writer.lines)
+            condition = clause(spot.rule, place, space)
+        lines.append(f"if not ({condition}): return None")
+    lines.append(f"return ({''.join(f'v{index}, ' for index in fetched)})")
+    body = "".join(f"  {line}\n" for line in lines)
     text = f"def check(roots):\n try:\n{body} except NOT_THERE: return None\n"
-    space = writer.constants.space
-    space["LINE_READS"] = writer.line_reads
+    space["LINE_READS"] = line_reads
     exec(compile(text, GENERATED, "exec"), space)
     return space.pop("check")
 
@@ -312,39 +254,32 @@ class Covered:
         If a caller repairs one before it asks for the next, the values below it are read from
         the repaired one.
         """
-        constants = _Constants()
-        values = constants.space
+        values = {**_SPACE}
         for index, spot in enumerate(self._spots):
             name = f"v{index}"
             owner = roots if spot.parent < 0 else values[f"v{spot.parent}"]
-            value = values[name] = _look_at_spot(owner, spot.step)
-            if not _rule_holds(spot.rule, name, constants):
+            value = values[name] = look_or_missing(owner, spot.step)
+            if not _rule_holds(spot.rule, name, values):
                 yield spot, owner, value
-                values[name] = _look_at_spot(owner, spot.step)
+                values[name] = look_or_missing(owner, spot.step)
 
 
-def _rule_holds(rule: Rule, name: str, constants: _Constants) -> bool:
-    is_missing = constants.space[name] is MISSING
+def _rule_holds(rule: Rule, name: str, values: dict[str, Any]) -> bool:
+    is_missing = values[name] is MISSING
     if rule is ABSENT or is_missing:
         return rule is ABSENT and is_missing
     try:
-        return bool(eval(clause(rule, name, constants), constants.space))
+        return bool(eval(clause(rule, name, values), values))
     except NOT_THERE:
         return False
-
-
-def _look_at_spot(owner: object, step: Step) -> object:
-    try:
-        return look(owner, step)
-    except NOT_THERE:
-        return MISSING
 
 
 def _breach(spot: Spot, value: object) -> str:
     now = "gone" if value is MISSING else in_words(value)
     if isinstance(spot.rule, Equal):
         return f"{spot.label} was {in_words(spot.rule.const)} and is {now}"
-    return f"{spot.label} {spot.rule.breach.format(*spot.rule, now=now)}"
+    breach = SHAPES[spot.rule.name][1].format(*spot.rule.fields, now=now)
+    return f"{spot.label} {breach}"
 
 
 def _mend_spot(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -> None:
@@ -353,10 +288,10 @@ def _mend_spot(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -
             case Equal(const):
                 put(owner, spot.step, const)
                 undo.callback(put, owner, spot.step, value)
-            case Sized(kind, num) if type(value) is kind and kind in {list, deque}:
+            case Shape("sized", (kind, num)) if type(value) is kind in _LISTS:
                 undo.callback(fill, value, [*value])
                 fill(value, [*value, *[None] * num][:num])
-            case Keyed(kind, keys) if type(value) is kind:
+            case Shape("keyed", (kind, keys)) if type(value) is kind:
                 undo.callback(fill, value, {**value})
                 fill(value, {key: value.get(key) for key in keys})
             case _:

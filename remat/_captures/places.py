@@ -261,12 +261,12 @@ def look(owner: object, step: Step) -> object:
     return holder[key].cell_contents if kind == "cell" else holder[key]
 
 
-def _is_there(owner: object, step: Step) -> bool:
+def look_or_missing(owner: object, step: Step) -> object:
+    """The value one step from `owner`; `MISSING` if nothing stands there."""
     try:
-        look(owner, step)
+        return look(owner, step)
     except NOT_THERE:
-        return False
-    return True
+        return MISSING
 
 
 def put(owner: Any, step: Step, value: object) -> None:
@@ -279,7 +279,7 @@ def put(owner: Any, step: Step, value: object) -> None:
     """
     kind, key = cast("tuple[str, Any]", step)
     base: Any = type if issubclass(type(owner), type) else object
-    if value is MISSING and not _is_there(owner, step):
+    if value is MISSING and look_or_missing(owner, step) is MISSING:
         return  # who put a value there has taken it away again
     if kind in {"attr", "cell"} or (kind == "var" and base is type):
         if kind == "cell":
@@ -290,46 +290,28 @@ def put(owner: Any, step: Step, value: object) -> None:
             base.__setattr__(owner, key, value)
     elif value is MISSING:
         del _HOLDERS[kind](owner)[key]
-    elif kind in _WRITERS:
-        _WRITERS[kind](owner, key, value)
     else:
-        _HOLDERS[kind](owner)[key] = value
+        _put_item(owner, kind, key, value)
 
 
-def _set_default(owner: Any, index: Any, value: object) -> None:
-    defaults = list(owner.__defaults__)
-    defaults[index] = value
-    owner.__defaults__ = tuple(defaults)
-
-
-def _set_value(owner: Any, index: Any, value: object) -> None:
-    owner[[*owner][index]] = value
-
-
-def _set_in_context(
-    variable: contextvars.ContextVar[object], _: object, value: object
-) -> None:
-    if value is Unset.UNSET:
-        raise LookupError("only who set a context variable can make it unset again")
-    variable.set(value)
-
-
-def _set_members(owner: Any, _: object, items: Any) -> None:
-    fill(owner, items)
-
-
-def _set_bytes(owner: Any, _: object, held: Any) -> None:
-    memoryview(owner).cast("B")[:] = held[0]
-
-
-# How a value is written where neither an attribute nor an item of the holder is set.
-_WRITERS: dict[str, Callable[[Any, Any, Any], None]] = {
-    "default": _set_default,
-    "value": _set_value,
-    "variable": _set_in_context,
-    "members": _set_members,
-    "bytes": _set_bytes,
-}
+def _put_item(owner: Any, kind: str, key: Any, value: Any) -> None:
+    match kind:
+        case "default":
+            defaults = [*owner.__defaults__]
+            defaults[key] = value
+            owner.__defaults__ = tuple(defaults)
+        case "value":
+            owner[[*owner][key]] = value
+        case "variable" if value is Unset.UNSET:
+            raise LookupError("only who set a context variable can make it unset again")
+        case "variable":
+            owner.set(value)
+        case "members":
+            fill(owner, value)
+        case "bytes":
+            memoryview(owner).cast("B")[:] = value[0]
+        case _:
+            _HOLDERS[kind](owner)[key] = value
 
 
 def fill(owner: Any, items: Any) -> None:
@@ -379,8 +361,6 @@ def _first_word(owner: Any, step: Step) -> str:
         return code.co_varnames[first + cast("int", key)]
     if kind == "variable":
         return owner.name
-    if kind == "type":
-        return type(owner).__qualname__
-    if kind == "base":
-        return owner.__mro__[key].__qualname__
+    if kind in {"type", "base"}:
+        return cast("type", look(owner, step)).__qualname__
     return str(key)

@@ -14,6 +14,7 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any, cast, final
 
 import torch
@@ -58,17 +59,15 @@ EVERYTHING = "__dict__"
 
 
 @final
+@dataclass(eq=False, slots=True)
 class Node:
     """One reached object: a path to it, and what stood at its places."""
 
-    __slots__ = ("content", "look", "parent", "step", "value")
-
-    def __init__(self, value: object, parent: "Node | None", step: Step) -> None:
-        self.value: Any = value
-        self.parent = parent
-        self.step = step
-        self.look: Look = of_roots
-        self.content: Content = {}
+    value: Any
+    parent: "Node | None"
+    step: Step
+    look: Look = of_roots
+    content: Content = field(default_factory=dict[Step, object])
 
     @property
     def kind(self) -> type:
@@ -182,15 +181,20 @@ class Survey:
         it. What a `functools.cached_property` has kept may be simple: `cover` goes by it.
         """
         for node, step, before, after in self._differences():
-            if reads is None or step[0] not in {"var", "attr"}:
-                return _change_since_survey(node, step, before, after)
-            names = reads.get(id(node.value), (EVERYTHING,))
-            name = cast("str", step[1])
-            is_found = before is MISSING and is_simple(after)
-            is_kept = is_found and is_kept_property(node.kind, name)
-            is_read = EVERYTHING in names or (name in names and not is_kept)
-            if node.look in BY_NAME or is_read or self._leaks(after):
-                return _change_since_survey(node, step, before, after)
+            if reads is not None and step[0] in {"var", "attr"}:
+                names = reads.get(id(node.value), (EVERYTHING,))
+                name = cast("str", step[1])
+                is_found = before is MISSING and is_simple(after)
+                is_kept = is_found and is_kept_property(node.kind, name)
+                is_read = EVERYTHING in names or (name in names and not is_kept)
+                if not (
+                    node.look in BY_NAME
+                    or is_read
+                    or Survey((after,)).tensors.keys() - self.tensors.keys()
+                ):
+                    continue
+            label = node.label.then(node.value, step)
+            return f"{label} was {in_words(before)} and became {in_words(after)}"
         return None
 
     def assigned(self) -> list[tuple[object, Step, object]]:
@@ -272,11 +276,6 @@ class Survey:
                 ):
                     yield node, step, before, after
 
-    def _leaks(self, value: object) -> bool:
-        if value is MISSING or is_simple(value):
-            return False
-        return not Survey((value,)).tensors.keys() <= self.tensors.keys()
-
 
 def _refill(node: Node) -> None:
     """Makes a list, a deque or a dict hold what it held in the survey."""
@@ -287,11 +286,6 @@ def _refill(node: Node) -> None:
         elif step[0] == "value":
             before[node.content["key", step[1]]] = value
     fill(node.value, before if isinstance(node.value, dict) else [*before.values()])
-
-
-def _change_since_survey(node: Node, step: Step, before: object, after: object) -> str:
-    label = node.label.then(node.value, step)
-    return f"{label} was {in_words(before)} and became {in_words(after)}"
 
 
 def put_back_hooked(survey: Survey) -> tuple[tuple[Step, ...], ...]:
