@@ -10,29 +10,10 @@ from typing import Any, cast, final
 
 from torch import Tensor, nn
 
-from remat._captures.contents import (
-    AS_CLASS,
-    REGISTERED,
-    WATCHED,
-    is_compared,
-    of_library_function,
-    of_nothing,
-    of_user_function,
-    shows_members,
-    slots,
-)
+from remat._captures import contents, places
 from remat._captures.covered import ABSENT, Covered, Equal, Rule, Shape, Spot
 from remat._captures.library import is_library_module, mentions, user_bases
-from remat._captures.places import (
-    ITEMS,
-    MISSING,
-    Label,
-    Step,
-    attributes,
-    is_kept_property,
-    is_simple,
-    look_or_missing,
-)
+from remat._captures.places import MISSING, Label, Step, is_simple
 from remat._captures.walk import EVERYTHING, Node, Survey
 from remat._generators import trackers
 from remat._torch import modules
@@ -70,7 +51,7 @@ def _names_of_classes(survey: Survey, reads: Mapping[int, Iterable[str]]) -> set
     for identity, names in reads.items():
         kind = survey.nodes[identity].kind
         for index in user_bases(kind):
-            found.update(attributes(kind.__mro__[index]).keys() & set(names))
+            found.update(places.attributes(kind.__mro__[index]).keys() & set(names))
     return {name for name in found if not name.startswith("__")}
 
 
@@ -100,7 +81,7 @@ class _Baker:
                 self.cover_place(node, step)
         self.cover_overrides()
         nodes = [self.survey.nodes[identity] for identity in self.known]
-        self.cover_names([node for node in nodes if node.look is of_user_function])
+        self.cover_names([n for n in nodes if n.look is contents.of_user_function])
 
     def finish(self, used: Sequence[int]) -> list[Spot]:
         """The spots, with aliases of the tensors that are used."""
@@ -114,12 +95,12 @@ class _Baker:
     def steps(self, node: Node) -> Iterable[Step]:
         """The covered places of a reached object; writes those without a value at once."""
         names = self.reads.get(id(node.value), (EVERYTHING,))
-        if EVERYTHING in names or node.look not in WATCHED:
+        if EVERYTHING in names or node.look not in contents.WATCHED:
             for step in _containers_to_bake(node):
                 self.cover_shape(node, step)
             return node.content
         found = dict.fromkeys(self.forced.get(id(node.value), ()))
-        found |= {s: None for s in node.content if s[0] in {*ITEMS, "type"}}
+        found |= {s: None for s in node.content if s[0] in {*places.ITEMS, "type"}}
         for name in names:
             self.cover_name(node, name, found)
         return found
@@ -128,12 +109,12 @@ class _Baker:
         """Adds the places that a read of this name depends on."""
         if name in modules.second_places(node.kind):
             return
-        if isinstance(node.value, nn.Module) and name in REGISTERED:
+        if isinstance(node.value, nn.Module) and name in contents.REGISTERED:
             self.cover_shape(node, ("var", name))
-            kind = REGISTERED[name]
+            kind = contents.REGISTERED[name]
             found |= {step: None for step in node.content if step[0] == kind}
             return
-        for kind in ("var", "attr", *REGISTERED.values()):
+        for kind in ("var", "attr", *contents.REGISTERED.values()):
             if (kind, name) in node.content:
                 found[kind, name] = None
                 return
@@ -142,11 +123,11 @@ class _Baker:
     def cover_absence(self, node: Node, name: str) -> None:
         """Covers a name that the object lacked: it came from the class, or was missing."""
         kind = node.kind
-        held = attributes(node.value)
-        if name in held and is_kept_property(kind, name):  # found in the trace
+        held = places.attributes(node.value)
+        if name in held and places.is_kept_property(kind, name):  # found in the trace
             self.write(node, ("var", name), Equal(held[name]))
             return
-        if name in slots(kind):
+        if name in contents.slots(kind):
             self.write(node, ("attr", name), ABSENT)
         if not _has_dict_to_bake(node.value) or (name[:2] == "__" == name[-2:]):
             return
@@ -166,23 +147,23 @@ class _Baker:
         if not hasattr(node.kind, name):  # else its metaclass has it, for itself alone
             self.write(node, ("inherited", name), ABSENT)
         if isinstance(node.value, nn.Module):
-            for registered in REGISTERED.values():
+            for registered in contents.REGISTERED.values():
                 self.write(node, (registered, name), ABSENT)
 
     def cover_overrides(self) -> None:
         """Covers that no class before the base that defines a name gets that name."""
-        places: dict[tuple[int, str], None] = {}
+        overridable: dict[tuple[int, str], None] = {}
         for identity in self.known:
             kind = self.survey.nodes[identity].value
             before: list[type] = []
             named: set[str] = set()
             for base in kind.__mro__ if isinstance(kind, type) else ():
-                names = attributes(base).keys() & {*self.survey.names, "forward"}
+                names = places.attributes(base).keys() & {*self.survey.names, "forward"}
                 for name in names - named:
-                    places |= {(id(each), name): None for each in before}
+                    overridable |= {(id(each), name): None for each in before}
                 before.append(base)
                 named |= names
-        for identity, name in places:
+        for identity, name in overridable:
             if identity in self.known:
                 node = self.survey.nodes[identity]
                 self.write(node, ("var", name), ABSENT)
@@ -208,8 +189,9 @@ class _Baker:
 
     def cover_attribute(self, node: Node, name: str) -> None:
         """Covers what a function, a Python module or a class may get, or a library changes."""
-        held = attributes(node.value)
-        if name in held and node.look is of_nothing and type(held[name]) in _SWITCHES:
+        held = places.attributes(node.value)
+        is_library = node.look is contents.of_nothing
+        if name in held and is_library and type(held[name]) in _SWITCHES:
             self.write(node, ("var", name), Equal(held[name]))
         elif not held.keys() & {name, "__getattr__"} and not (
             isinstance(node.value, type) and hasattr(node.value, name)
@@ -218,7 +200,7 @@ class _Baker:
 
     def cover_shape(self, node: Node, step: Step) -> None:
         """Covers the size or the keys of a container that belongs to the object."""
-        found = look_or_missing(node.value, step)
+        found = places.look_or_missing(node.value, step)
         self.write(node, step, ABSENT if found is MISSING else _rule_to_bake(found))
 
     def cover_place(self, node: Node, step: Step) -> None:
@@ -237,9 +219,10 @@ class _Baker:
             spot = self.write(node, step, _rule_to_bake(value))
             self.known[id(value)] = spot
             self.pending.append(self.survey.nodes[id(value)])
-            if not (is_compared(value) or node.look is of_library_function):
+            is_library = node.look is contents.of_library_function
+            if not (is_library or contents.is_compared(value)):
                 self.untold.append((spot, type(value)))
-        elif step[0] not in AS_CLASS:
+        elif step[0] not in contents.AS_CLASS:
             same = Shape("alias", (self.known[id(value)],))
             self.write(node, step, Equal(value) if is_simple(value) else same)
 
@@ -272,16 +255,16 @@ def _containers_to_bake(node: Node) -> Iterable[Step]:
     shapes: list[Step] = []
     # Every hook dictionary is an OrderedDict, which gets no attributes of its own.
     own_dict = _has_dict_to_bake(value) and node.kind.__module__ != "collections"
-    if node.look in WATCHED and own_dict:
+    if node.look in contents.WATCHED and own_dict:
         shapes.append(("attr", "__dict__"))
     if isinstance(value, nn.Module):
-        shapes += [("var", name) for name in REGISTERED]
+        shapes += [("var", name) for name in contents.REGISTERED]
     return shapes
 
 
 def _rule_to_bake(value: object) -> Rule:
     """The rule for an object, whatever it holds."""
-    kind, is_shown = type(value), shows_members(value)
+    kind, is_shown = type(value), contents.shows_members(value)
     number = trackers.number_of(value)
     if number is not None:
         return Shape("tracker", (number,))

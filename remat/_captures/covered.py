@@ -14,19 +14,8 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 from torch import Tensor
 
-from remat._captures.places import (
-    KINDS,
-    MISSING,
-    NOT_THERE,
-    SPACE,
-    Label,
-    Step,
-    fill,
-    in_words,
-    look_or_missing,
-    put,
-    same,
-)
+from remat._captures import places
+from remat._captures.places import MISSING, Label, Step
 from remat._captures.reads import GENERATED
 from remat._errors import RecomputationError, refusal
 from remat._generators import trackers
@@ -90,10 +79,10 @@ class Spot(NamedTuple):
 
 # What generated code refers to besides constants.
 _SPACE: dict[str, Any] = {
-    **SPACE,
-    "same": same,
+    **places.SPACE,
+    "same": places.same,
     "Tensor": Tensor,
-    "NOT_THERE": NOT_THERE,
+    "NOT_THERE": places.NOT_THERE,
     "TRACKERS": trackers.registered,
 }
 _LITERAL = (type(None), bool, type(...))
@@ -130,7 +119,7 @@ def clause(rule: Rule, value: str, space: dict[str, Any]) -> str:
 def _holder(spot: Spot, lines: list[str], holders: dict[str, str]) -> str:
     """The name of the object that holds the spot, which a line binds at its first use."""
     owner = "roots" if spot.parent < 0 else f"v{spot.parent}"
-    kind = KINDS[spot.step[0]]
+    kind = places.KINDS[spot.step[0]]
     text = kind.holder.format(owner)
     if text == owner or not kind.item:
         return text
@@ -173,7 +162,7 @@ def _generate_check(
         elif spot.rule is ABSENT:
             condition = f"{key} not in {holder}"
         else:
-            place = holder + KINDS[kind].item.format(key)
+            place = holder + places.KINDS[kind].item.format(key)
             if index in bound:
                 lines.append(f"v{index} = {place}")
                 place = f"v{index}"
@@ -258,10 +247,10 @@ class Covered:
         for index, spot in enumerate(self._spots):
             name = f"v{index}"
             owner = roots if spot.parent < 0 else values[f"v{spot.parent}"]
-            value = values[name] = look_or_missing(owner, spot.step)
+            value = values[name] = places.look_or_missing(owner, spot.step)
             if not _rule_holds(spot.rule, name, values):
                 yield spot, owner, value
-                values[name] = look_or_missing(owner, spot.step)
+                values[name] = places.look_or_missing(owner, spot.step)
 
 
 def _rule_holds(rule: Rule, name: str, values: dict[str, Any]) -> bool:
@@ -270,14 +259,14 @@ def _rule_holds(rule: Rule, name: str, values: dict[str, Any]) -> bool:
         return rule is ABSENT and is_missing
     try:
         return bool(eval(clause(rule, name, values), values))
-    except NOT_THERE:
+    except places.NOT_THERE:
         return False
 
 
 def _breach(spot: Spot, value: object) -> str:
-    now = "gone" if value is MISSING else in_words(value)
+    now = "gone" if value is MISSING else places.in_words(value)
     if isinstance(spot.rule, Equal):
-        return f"{spot.label} was {in_words(spot.rule.const)} and is {now}"
+        return f"{spot.label} was {places.in_words(spot.rule.const)} and is {now}"
     breach = SHAPES[spot.rule.name][1].format(*spot.rule.fields, now=now)
     return f"{spot.label} {breach}"
 
@@ -286,17 +275,17 @@ def _mend_spot(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -
     try:
         match spot.rule:
             case Equal(const):
-                put(owner, spot.step, const)
-                undo.callback(put, owner, spot.step, value)
+                places.put(owner, spot.step, const)
+                undo.callback(places.put, owner, spot.step, value)
             case Shape("sized", (kind, num)) if type(value) is kind in _LISTS:
-                undo.callback(fill, value, [*value])
-                fill(value, [*value, *[None] * num][:num])
+                undo.callback(places.fill, value, [*value])
+                places.fill(value, [*value, *[None] * num][:num])
             case Shape("keyed", (kind, keys)) if type(value) is kind:
-                undo.callback(fill, value, {**value})
-                fill(value, {key: value.get(key) for key in keys})
+                undo.callback(places.fill, value, {**value})
+                places.fill(value, {key: value.get(key) for key in keys})
             case _:
                 raise TypeError("only simple values can be restored")
-    except NOT_THERE as error:
+    except places.NOT_THERE as error:
         raise refusal(
             RecomputationError,
             where=str(spot.label),

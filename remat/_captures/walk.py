@@ -20,36 +20,10 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from remat._captures.contents import (
-    AS_CLASS,
-    BY_NAME,
-    Content,
-    Look,
-    look_for,
-    of_called_class,
-    of_class,
-    of_roots,
-    of_user_function,
-)
+from remat._captures import contents, places
+from remat._captures.contents import Content
 from remat._captures.library import line_of_name, mentions
-from remat._captures.places import (
-    ITEMS,
-    MISSING,
-    NOT_THERE,
-    SIMPLE_TYPES,
-    Label,
-    Step,
-    Unset,
-    attributes,
-    fill,
-    in_words,
-    is_kept_property,
-    is_plain,
-    is_simple,
-    look,
-    put,
-    same,
-)
+from remat._captures.places import MISSING, Label, Step, is_simple
 from remat._errors import RecomputationError, refusal
 from remat._torch.modules import made_by_hooks, refresh_second_places
 from remat._torch.tensors import same_bits
@@ -66,7 +40,7 @@ class Node:
     value: Any
     parent: "Node | None"
     step: Step
-    look: Look = of_roots
+    look: contents.Look = contents.of_roots
     content: Content = field(default_factory=dict[Step, object])
 
     @property
@@ -123,7 +97,7 @@ class Survey:
     def line_of(self, name: str) -> str:
         """The first "file.py:line" of the user's code that mentions a name; "" if none does."""
         for node in self.nodes.values():
-            if node.look is of_user_function:
+            if node.look is contents.of_user_function:
                 code = node.value.__code__
                 line = line_of_name(code, name)
                 if line is not None:
@@ -144,13 +118,13 @@ class Survey:
                 self._open(node, node.look(node.value, self.names), pending)
             # Names that were met later may be attributes of namespaces met earlier.
             for node in [*self.nodes.values()]:
-                if node.look in BY_NAME:
+                if node.look in contents.BY_NAME:
                     self._open(node, node.look(node.value, self.names), pending)
 
     def _open(self, node: Node, content: Content, pending: deque[Node]) -> None:
         known = node.content
         for step, value in content.items():
-            if type(value) not in SIMPLE_TYPES and step not in known:
+            if type(value) not in places.SIMPLE_TYPES and step not in known:
                 self._meet(value, node, step, pending)
         node.content = content
 
@@ -160,17 +134,19 @@ class Survey:
         if Tensor in type(value).__mro__:  # isinstance is slow for tensors
             others = self.tensors.get(id(value), ())
             self.tensors[id(value)] = (*others, Node(value, owner, step))
-            if not attributes(value):
+            if not places.attributes(value):
                 return
         node = self.nodes.get(id(value))
-        if node is None and (isinstance(value, type) or not is_plain(value)):
+        if node is None and (isinstance(value, type) or not places.is_plain(value)):
             node = self.nodes[id(value)] = Node(value, owner, step)
-            node.look = look_for(value, step)
-            if node.look is of_user_function:
+            node.look = contents.look_for(value, step)
+            if node.look is contents.of_user_function:
                 self.names |= mentions(node.value.__code__).names
             pending.append(node)
-        elif node and node.look is of_class and step[0] not in AS_CLASS:
-            node.look = of_called_class
+        elif (
+            node and node.look is contents.of_class and step[0] not in contents.AS_CLASS
+        ):
+            node.look = contents.of_called_class
             pending.append(node)
 
     def changes(self, reads: Mapping[int, Iterable[str]] | None = None) -> str | None:
@@ -185,16 +161,13 @@ class Survey:
                 names = reads.get(id(node.value), (EVERYTHING,))
                 name = cast("str", step[1])
                 is_found = before is MISSING and is_simple(after)
-                is_kept = is_found and is_kept_property(node.kind, name)
+                is_kept = is_found and places.is_kept_property(node.kind, name)
                 is_read = EVERYTHING in names or (name in names and not is_kept)
-                if not (
-                    node.look in BY_NAME
-                    or is_read
-                    or Survey((after,)).tensors.keys() - self.tensors.keys()
-                ):
+                new = Survey((after,)).tensors.keys() - self.tensors.keys()
+                if not (new or is_read or node.look in contents.BY_NAME):
                     continue
             label = node.label.then(node.value, step)
-            return f"{label} was {in_words(before)} and became {in_words(after)}"
+            return f"{label} was {places.in_words(before)} and became {places.in_words(after)}"
         return None
 
     def assigned(self) -> list[tuple[object, Step, object]]:
@@ -207,16 +180,16 @@ class Survey:
         own = {id(each): real for each, real in zip(stand_ins, tensors, strict=True)}
         for node, step, before, after in list(self._differences()):
             if step[0] != "key" and own.get(id(after)) is before is not None:
-                put(node.value, step, before)
+                places.put(node.value, step, before)
         self._refresh()
 
     def restore(self, numbers: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         """Puts back, in place, all reached state that has changed."""
         for node, step, before, _ in [*self._differences()]:
-            if step[0] in ITEMS:
+            if step[0] in places.ITEMS:
                 _refill(node)
-            elif before is not Unset.UNSET:
-                put(node.value, step, before)
+            elif before is not places.Unset.UNSET:
+                places.put(node.value, step, before)
         self._refresh()
         with torch.no_grad():
             for tensor, held in numbers:
@@ -245,16 +218,18 @@ class Survey:
                 owner = node.value
                 if step[0] == "referent" or id(before) in left:
                     continue
-                if step[0] in ITEMS:
+                if step[0] in places.ITEMS:
                     if id(owner) not in filled:
                         filled.add(id(owner))
                         is_dict = isinstance(owner, dict)
-                        undo.callback(fill, owner, {**owner} if is_dict else [*owner])
+                        undo.callback(
+                            places.fill, owner, {**owner} if is_dict else [*owner]
+                        )
                         _refill(node)
                     continue
                 try:
-                    put(owner, step, before)
-                except NOT_THERE as error:
+                    places.put(owner, step, before)
+                except places.NOT_THERE as error:
                     raise refusal(
                         RecomputationError,
                         where=str(node.label.then(owner, step)),
@@ -263,7 +238,7 @@ class Survey:
                         "another value.",
                         do="Change it after backward(), or pass the tensor as an argument.",
                     ) from error
-                undo.callback(put, owner, step, after)
+                undo.callback(places.put, owner, step, after)
             yield
 
     def _differences(self) -> Iterator[tuple[Node, Step, object, object]]:
@@ -272,20 +247,20 @@ class Survey:
             for step in then if then.keys() == now.keys() else {**then, **now}:
                 before, after = then.get(step, MISSING), now.get(step, MISSING)
                 if before is not after and not (
-                    is_simple(before) and same(after, before)
+                    is_simple(before) and places.same(after, before)
                 ):
                     yield node, step, before, after
 
 
 def _refill(node: Node) -> None:
     """Makes a list, a deque or a dict hold what it held in the survey."""
-    before: dict[object, object] = {}
-    for step, value in node.content.items():
-        if step[0] == "item":
-            before[step[1]] = value
-        elif step[0] == "value":
-            before[node.content["key", step[1]]] = value
-    fill(node.value, before if isinstance(node.value, dict) else [*before.values()])
+    before = {
+        node.content["key", key] if kind == "value" else key: value
+        for (kind, key), value in node.content.items()
+        if kind in {"item", "value"}
+    }
+    is_dict = isinstance(node.value, dict)
+    places.fill(node.value, before if is_dict else [*before.values()])
 
 
 def put_back_hooked(survey: Survey) -> tuple[tuple[Step, ...], ...]:
@@ -300,7 +275,7 @@ def put_back_hooked(survey: Survey) -> tuple[tuple[Step, ...], ...]:
             continue
         names = [name for name, _ in made_by_hooks(node.value)]
         for name in names:
-            put(node.value, ("var", name), node.content["var", name])
+            places.put(node.value, ("var", name), node.content["var", name])
         if names:
             ways.append(tuple(step for _, step in node.path))
     return tuple(ways)
@@ -312,7 +287,7 @@ def refresh_hooked(way: tuple[Step, ...], roots: tuple[object, ...]) -> None:
     It is computed from the parameters and buffers as the call left them, so that the attribute
     holds what it would without remat, gradient included.
     """
-    module = functools.reduce(look, way, roots)
+    module = functools.reduce(places.look, way, roots)
     assert isinstance(module, nn.Module)
     for name, make in made_by_hooks(module):
         setattr(module, name, make())
