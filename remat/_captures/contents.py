@@ -72,14 +72,11 @@ def _of_function(function: types.FunctionType, names: set[str]) -> Content:
             content["cell", index] = cell.cell_contents
         except ValueError:
             continue  # not yet filled
-    for index, value in enumerate(function.__defaults__ or ()):
-        content["default", index] = value
-    for key, value in (function.__kwdefaults__ or {}).items():
-        content["kwdefault", key] = value
-    for key, value in function.__dict__.items():
-        if key in names or key == "__wrapped__":
-            content["var", key] = value
-    return content
+    content |= {("default", i): v for i, v in enumerate(function.__defaults__ or ())}
+    content |= {("kwdefault", k): v for k, v in (function.__kwdefaults__ or {}).items()}
+    if not function.__dict__:
+        return content
+    return content | _of_namespace(function, {*names, "__wrapped__"})
 
 
 def of_user_function(function: types.FunctionType, names: set[str]) -> Content:
@@ -87,9 +84,8 @@ def of_user_function(function: types.FunctionType, names: set[str]) -> Content:
     content = _of_function(function, names)
     space = function.__globals__
     mentioned = library.mentions(function.__code__)
-    for key in sorted(mentioned.globals):
-        if key in space:
-            content["global", key] = space[key]
+    known = sorted(mentioned.globals & space.keys())
+    content |= {("global", key): space[key] for key in known}
     for dots, name in sorted(mentioned.imports):
         package: str = space.get("__package__") or ""
         full = "." * dots + name
@@ -122,8 +118,7 @@ def _of_module(module: nn.Module, names: set[str]) -> Content:
         content.pop(("var", name), None)
     for holder, kind in REGISTERED.items():
         entries = cast("dict[str, object]", content.pop(("var", holder), {}))
-        for key, value in entries.items():
-            content[kind, key] = value
+        content |= {(kind, key): value for key, value in entries.items()}
     return content
 
 
@@ -340,6 +335,10 @@ def code_key(fun: object) -> Hashable:
     return "object", kind, code_key(getattr(kind, "__call__", None))  # noqa: B004
 
 
+# What they hold comes and goes without them.
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+
+
 def is_compared(value: object) -> bool:
     """Whether it shows at each call that an object holds something else than it did."""
     if isinstance(value, set):
@@ -348,10 +347,6 @@ def is_compared(value: object) -> bool:
     if not is_simple(value) and _sort_of_type(kind) is _of_array:
         return ("bytes", "") in _of_array(value, set())
     return not (hasattr(kind, "__next__") or isinstance(value, _WEAK))
-
-
-# What they hold comes and goes without them.
-_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 
 
 def hides_contents(value: object) -> bool:

@@ -189,10 +189,7 @@ class Covered:
     __slots__ = ("__weakref__", "_spots", "gather", "labels", "untold")
 
     def __init__(
-        self,
-        spots: Sequence[Spot],
-        fetched: Sequence[int],
-        untold: Sequence[str] = (),
+        self, spots: Sequence[Spot], fetched: Sequence[int], untold: Sequence[str] = ()
     ) -> None:
         self.untold = tuple(untold)
         self._spots = tuple(spots)

@@ -1,8 +1,7 @@
 """Places: where a value is in a user's objects, and how to read, write and name it.
 
-A `Step` is a pair (kind, key): from an owner to one value that it holds, such as
-`("cell", 1)` or `("parameter", "weight")`. All that differs between the kinds stands in the table `KINDS` below: a new kind of reach is
-one more line there.
+A `Step` is a pair (kind, key): from an owner to one value that it holds, such as `("cell", 1)` or
+`("parameter", "weight")`. All that differs between the kinds stands in the table `KINDS`.
 
 This module also says what a *simple* value is: one that is compared by what it is, and
 that a baked trace may hold on to without keeping anything of the user's alive.
@@ -168,7 +167,7 @@ def in_context(variable: contextvars.ContextVar[object]) -> object:
 
 
 def held_bytes(owner: Any) -> tuple[object, ...]:
-    """What an array holds, of numpy's or of the standard library: its bytes, shape and format."""
+    """What an array of numpy's or of the standard library holds, its shape and format."""
     view = memoryview(owner)
     return view.tobytes(), view.shape, view.format
 
@@ -180,17 +179,12 @@ def is_kept_property(kind: type, name: str) -> bool:
 
 
 class Kind(NamedTuple):
-    """How one kind of step is taken, written as code, and named.
+    """How one kind of step is taken, written as code, and named."""
 
-    `holder` and `item` are expressions: `holder` of the owner `{}`, `item` of that and
-    the key. `prefix` is the label's first word where the label starts anew at this step,
-    and `label` the text that the step adds.
-    """
-
-    holder: str
-    item: str
-    label: str
-    prefix: str | None = None
+    holder: str  # an expression of the owner `{}`
+    item: str  # what follows it, of the key
+    label: str  # the text that the step adds
+    prefix: str | None = None  # the first word, if the label starts anew here
 
 
 KINDS = {
@@ -222,11 +216,7 @@ KINDS = {
 
 
 # What the expressions of `KINDS` refer to.
-SPACE: dict[str, Any] = {
-    "get_referents": get_referents,
-    "held_bytes": held_bytes,
-    "in_context": in_context,
-}
+SPACE = {each.__name__: each for each in (get_referents, held_bytes, in_context)}
 
 
 def _compiled(holder: str) -> Callable[[Any], Any]:
@@ -270,9 +260,7 @@ def look_or_missing(owner: object, step: Step) -> object:
 
 
 def put(owner: Any, step: Step, value: object) -> None:
-    """Writes `value` one step from `owner`, past any `__setattr__` of its class.
-
-    `MISSING` empties the place.
+    """Writes `value` one step from `owner`, past any `__setattr__`; `MISSING` empties the place.
 
     Raises:
         AttributeError, LookupError, TypeError, ValueError: the place cannot be written.

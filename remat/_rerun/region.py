@@ -23,11 +23,7 @@ from remat._regions.forwards import Results
 from remat._regions.functions import Batch, Pull, Roots
 from remat._regions.protocol import Asked, Batched, WithoutProgram
 from remat._rerun import fully_shard
-from remat._rerun.dependence import (
-    dependent_outputs,
-    guard_against_others,
-    variables,
-)
+from remat._rerun.dependence import dependent_outputs, guard_against_others, variables
 from remat._rerun.state import RunState
 from remat._switches.numerics import Numerics
 from remat._torch import autograd, isolation, modes

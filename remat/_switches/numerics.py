@@ -119,8 +119,7 @@ class Numerics(NamedTuple):
 # By grad mode, which the guard looks at too: when it holds, the kernels and the default device
 # that it goes with, and what was found then.
 _known: dict[
-    bool,
-    tuple[Callable[[], bool], tuple[Any, ...], torch.device | None, Numerics],
+    bool, tuple[Callable[[], bool], tuple[Any, ...], torch.device | None, Numerics]
 ] = {}
 
 
