@@ -84,11 +84,7 @@ def _is_held(node: Any) -> bool:
 
     Nobody can ask for the gradient of a leaf that a function made for itself and forgot.
     """
-    return hasattr(node, "variable") and _references_of_leaf(node) > _unheld()
-
-
-def _references_of_leaf(node: Any) -> int:
-    return sys.getrefcount(node.variable)
+    return hasattr(node, "variable") and sys.getrefcount(node.variable) > _unheld()
 
 
 @functools.cache
@@ -96,8 +92,8 @@ def _unheld() -> int:
     """The references to a leaf that only autograd's graph holds."""
     with isolation.without_inference_mode(), torch.enable_grad():
         made = torch.ones((), requires_grad=True).exp()
-    assert made.grad_fn is not None
-    return _references_of_leaf(made.grad_fn.next_functions[0][0])
+    leaf: Any = autograd.next_nodes(made.grad_fn)[0]
+    return sys.getrefcount(leaf.variable)
 
 
 def guard_against_others(leaves: Sequence[Tensor], *, accumulates: bool) -> None:

@@ -53,7 +53,6 @@ from remat._tracing import engines
 from remat._tracing.arguments import Given, own_set
 from remat._tracing.refusals import mutates, require_tellable, uninitialized
 from remat._tracing.thread import depth, lift, running_again
-from remat._tracing.trace import Flat
 from remat._user_lines import user_line
 
 
@@ -71,8 +70,7 @@ def call(
         return found
     _require_repeatable(args, kwargs)
     flat = _FlatCall(fun, reach, wanted, draws=rng == "preserve")
-    function = _cast_alike(flat, operands)
-    region = Rerun(function, function, wanted, flat.state)
+    region = Rerun(flat, flat, wanted, flat.state)
     lifted = [lift(each) for each in operands]
     returned = bind(Call(region, (fun,), flat.numerics), lifted)
     result, stored = flat.returned.around(flat.with_changed(returned))
@@ -135,8 +133,8 @@ class _Reach:
     @property
     def may_change(self) -> list[Tensor]:
         """What the function may change: buffers, and arguments without a gradient."""
-        reached = self.survey.reached
-        own = [each for each in reached if self.survey.is_buffer(id(each))]
+        survey = self.survey
+        own = [each for each in survey.reached if survey.is_buffer(id(each))]
         own += [each for each in self.passed if not levels.requires_grad_anywhere(each)]
         return [levels.unwrapped(tensor) for tensor in own]
 
@@ -156,6 +154,8 @@ class _FlatCall:
         self.fun = fun
         self.reach = reach
         self._wanted = wanted
+        # Asked of the tensors: sparse and nested ones have no metadata.
+        self._cast_each_time = [*map(autocast.is_cast_each_time, reach.operands)]
         # What each run is under; a backward may have a thread of its own.
         self.numerics = Numerics.current()
         # What the last run returned, without its tensors: each holds the graph of its run.
@@ -179,7 +179,9 @@ class _FlatCall:
         self.state = RunState(buffers, followed, draws=draws, engine=reach.engine)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Runs the function on other operands."""
+        """Runs the function on other operands, which autocast casts as often as the first."""
+        pairs = zip(self._cast_each_time, tensors, strict=True)
+        tensors = [autocast.cast_each_time(t) if anew else t for anew, t in pairs]
         # The operands are kept, so that no new tensor can have the id of one of them.
         stand_ins = dict(zip(map(id, self.reach.operands), tensors, strict=True))
         for operand, tensor in zip(self.reach.operands, tensors, strict=True):
@@ -308,20 +310,6 @@ def _shared(results: Sequence[Tensor]) -> dict[int, _Shared]:
 _NOTHING = contextlib.nullcontext()
 
 
-def _cast_alike(function: Flat, operands: Sequence[Tensor]) -> Flat:
-    """The function, on tensors that autocast casts as often as the operands."""
-    # Asked of the tensors: sparse and nested ones have no metadata.
-    each_time = [*map(autocast.is_cast_each_time, operands)]
-
-    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        pairs = zip(each_time, tensors, strict=True)
-        return function(
-            [autocast.cast_each_time(each) if anew else each for anew, each in pairs]
-        )
-
-    return run if any(each_time) else function
-
-
 _IN_A_GRAPH = (
     'A function that is run again by @remat(engine="rerun") reaches tensors beyond its '
     "arguments, which a graph would not see replaced. Pass them as arguments, or compile "
@@ -333,9 +321,8 @@ class _Substituted(TorchFunctionMode):
     """Replaces captured tensors by operands, and notes the generators that are used."""
 
     def __init__(self, call: _FlatCall, stand_ins: Mapping[int, Tensor]) -> None:
-        self._constants = call.constants
+        self._constants, self._state = call.constants, call.state
         self._is_pure = not call.reach.beyond
-        self._state = call.state
         self._stand_ins = stand_ins
         self._depth = depth()
 
@@ -456,8 +443,7 @@ class _Constants:
         Refuses a run that wrote to one that is not `kept`, to be put back.
         """
         self._versions = [pair for pair in self._versions if id(pair[0]) in used]
-        changed = self._changed(put_back=kept)
-        if changed is not None:
+        if changed := self._changed(put_back=kept):
             raise refusal(
                 MutationError,
                 where=f"the region reaches {changed}",
@@ -466,14 +452,11 @@ class _Constants:
                 do="Register it as a buffer of a module, or write to it with its own "
                 "method (x.copy_(y)).",
             )
-        self._versions = [
-            pair for pair in self._versions if pair[0]._version == pair[1]
-        ]
+        self._versions = [(t, v) for t, v in self._versions if t._version == v]
 
     def require_unchanged(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Refuses a run if one of them was written to since, and is not put back."""
-        changed = self._changed(put_back=(buffer for buffer, _ in found))
-        if changed is not None:
+        if changed := self._changed(put_back=(buffer for buffer, _ in found)):
             raise refusal(
                 SavedTensorModifiedError,
                 where=f"the backward of a region that reaches {changed}",

@@ -115,9 +115,7 @@ class RunState:
     def watch(self, func: Callable[..., Any] | None = None) -> None:
         """Refuses a draw from a generator in the first run if draws must come from keys."""
         # In a trace nothing is drawn, and the trace checks its own draws.
-        if self.draws or self.start is None or is_running():
-            return
-        if not self.start.has_moved():
+        if self.draws or is_running() or not (self.start and self.start.has_moved()):
             return
         self.start.put_back()
         name = "the function" if func is None else f"torch.{function_name(func)}"
@@ -155,14 +153,10 @@ class RunState:
 
     def _require_constants(self) -> None:
         """Refuses a first run that wrote to a buffer what has a gradient, and undoes it."""
-        gained = [
-            new for new, old in self._kept if new.requires_grad > old.requires_grad
-        ]
+        gained = [n for n, old in self._kept if n.requires_grad > old.requires_grad]
         if not gained:
             return
-        with torch.no_grad():
-            for buffer, old in self._kept:
-                buffer.copy_(old)
+        _copy_back(self._kept)
         for buffer in gained:
             buffer.detach_()
         raise gains_gradient(f"a buffer ({TensorMeta.of(gained[0])})")
@@ -171,8 +165,7 @@ class RunState:
     def _put_back(self, randomness: _Randomness) -> Generator[None]:
         with torch.no_grad():
             now = [(buffer, buffer.clone()) for buffer, _ in self.found]
-            for buffer, old in self.found:
-                buffer.copy_(old)
+        _copy_back(self.found)
         ended = _Randomness.take(self.devices, self.explicit)
         randomness.put_back()
         try:
@@ -180,6 +173,11 @@ class RunState:
                 yield
         finally:
             ended.put_back()
-            with torch.no_grad():
-                for buffer, value in now:
-                    buffer.copy_(value)
+            _copy_back(now)
+
+
+def _copy_back(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Has each buffer hold the numbers beside it."""
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
