@@ -94,27 +94,23 @@ def register_tracker(tracker: Tracker) -> TrackerHandle:
         `transformer_engine.pytorch.distributed`, which save all states before a checkpoint
         and put them back around its recomputation.
     """
-    missing = [
-        name
-        for name in ("get_states", "set_states")
-        if not callable(getattr(tracker, name, None))
-    ]
-    if missing:
-        raise TypeError(
-            "random.register_tracker takes an object with get_states() and "
-            f"set_states(states); this {type(tracker).__name__} has no {missing[0]}."
-        )
+    kind = type(tracker).__name__
+    for name in ("get_states", "set_states"):
+        if not callable(getattr(tracker, name, None)):
+            raise TypeError(
+                "random.register_tracker takes an object with get_states() and "
+                f"set_states(states); this {kind} has no {name}."
+            )
     if is_tracker(tracker):
         raise ValueError(
-            f"This {type(tracker).__name__} is registered already: end that registration "
-            "by its handle's remove() first."
+            f"This {kind} is registered already: end that registration by its handle's "
+            "remove() first."
         )
     for name, held in tracker.get_states().items():
         if not isinstance(held, (Tensor, torch.Generator)):
             raise TypeError(
-                f"The state {name!r} of this {type(tracker).__name__} is a "
-                f"{type(held).__name__}: it must be a tensor, as torch.get_rng_state() "
-                "returns it, or a torch.Generator."
+                f"The state {name!r} of this {kind} is a {type(held).__name__}: it must be "
+                "a tensor, as torch.get_rng_state() returns it, or a torch.Generator."
             )
     number = next(_numbers)
     registered[number] = tracker

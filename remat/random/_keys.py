@@ -120,17 +120,13 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
 def require_key(key: object, function: str) -> None:
     """Raises unless `key` is one key: uint64 of shape (2,)."""
-    if (
-        isinstance(key, Tensor)
-        and key.dtype == torch.uint64
-        and tuple(key.shape) == (2,)
-    ):
-        return
-    found = (
-        f"a {str(key.dtype).removeprefix('torch.')} tensor of shape {tuple(key.shape)}"
-        if isinstance(key, Tensor)
-        else repr(key)
-    )
+    if isinstance(key, Tensor):
+        if key.dtype == torch.uint64 and tuple(key.shape) == (2,):
+            return
+        dtype = str(key.dtype).removeprefix("torch.")
+        found = f"a {dtype} tensor of shape {tuple(key.shape)}"
+    else:
+        found = repr(key)
     raise TypeError(
         f"random.{function} takes a key, a uint64 tensor of shape (2,), as its first "
         f"argument, not {found}. Make one with random.key(seed), and more with "

@@ -39,12 +39,11 @@ class Cast(AbstractStorage):
     is_exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        require_type(
-            "Cast(dtype=...)", self.dtype, torch.dtype, wanted="a dtype of torch"
-        )
+        argument = "Cast(dtype=...)"
+        require_type(argument, self.dtype, torch.dtype, wanted="a dtype of torch")
         if not self.dtype.is_floating_point:
             raise refuse(
-                "Cast(dtype=...)",
+                argument,
                 self.dtype,
                 why="A cast to it would truncate numbers instead of rounding them.",
                 do="Pass a floating dtype such as torch.bfloat16, or use `Quantize`.",
@@ -52,10 +51,7 @@ class Cast(AbstractStorage):
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
         """Casts floating numbers of a wider dtype; other values are kept."""
-        if (
-            not value.dtype.is_floating_point
-            or value.dtype.itemsize <= self.dtype.itemsize
-        ):
-            return Stored.whole(value)
         dtype = value.dtype
+        if not dtype.is_floating_point or dtype.itemsize <= self.dtype.itemsize:
+            return Stored.whole(value)
         return Stored((value.to(self.dtype),), lambda parts: parts[0].to(dtype))

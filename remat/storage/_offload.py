@@ -165,11 +165,7 @@ def _in_file(value: Tensor, folder: str) -> Tensor:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, value.nbytes)
             mapped = torch.from_file(
-                file.name,
-                shared=True,
-                size=value.nbytes,
-                dtype=torch.uint8,
-                device="cpu",
+                file.name, True, value.nbytes, dtype=torch.uint8, device="cpu"
             )
     except OSError as error:
         dtype = str(value.dtype).removeprefix("torch.")

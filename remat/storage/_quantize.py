@@ -98,9 +98,7 @@ class Quantize(AbstractStorage):
         numbers = places.clamp_(0, levels).nan_to_num_().to(torch.uint8)
         packed = pack(numbers.view(-1)[: value.numel()], self.bits)
         if packed.untyped_storage().nbytes() > packed.nbytes:
-            # Eight bits are packed as they are: a view would keep the padding of the
-            # row too.
-            packed = packed.clone()
+            packed = packed.clone()  # a view would keep the padding of the row too
         shape, dtype = value.shape, value.dtype
 
         def decode(parts: Sequence[Tensor]) -> Tensor:

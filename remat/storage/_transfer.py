@@ -69,17 +69,21 @@ class Pool:
         self.size_bytes = 0
         self.num_made = 0
 
-    @property
-    def free_bytes(self) -> int:
-        with self._lock:
-            self._take_back()
-            return sum(map(_size_of_buffer, self._free))
-
     def lease(self, num_bytes: int) -> Lease:
         """A buffer for a value of so many bytes."""
         with self._lock:
             self._take_back()
-            lease = Lease(self._free_buffer(num_bytes) or self._new_buffer(num_bytes))
+            most = num_bytes * _MOST_WASTE
+            fits = [b for b in self._free if num_bytes <= b.memory.nbytes <= most]
+            buffer = min(fits, key=_size_of_buffer, default=None)
+            if buffer is None:
+                self._drop(num_bytes)
+                self.size_bytes += num_bytes
+                self.num_made += 1
+                buffer = Buffer(self._allocate(num_bytes))
+            else:
+                self._free.remove(buffer)
+            lease = Lease(buffer)
         # At the end of the process no step is left that could use the memory.
         weakref.finalize(lease, self._returned.append, lease.buffer).atexit = False
         return lease
@@ -93,20 +97,6 @@ class Pool:
     def _take_back(self) -> None:
         while self._returned:
             self._free.append(self._returned.popleft())
-
-    def _free_buffer(self, num_bytes: int) -> Buffer | None:
-        most = num_bytes * _MOST_WASTE
-        self._free.sort(key=_size_of_buffer)
-        for place, buffer in enumerate(self._free):
-            if num_bytes <= buffer.memory.nbytes <= most:
-                return self._free.pop(place)
-        return None
-
-    def _new_buffer(self, num_bytes: int) -> Buffer:
-        self._drop(num_bytes)
-        self.size_bytes += num_bytes
-        self.num_made += 1
-        return Buffer(self._allocate(num_bytes))
 
     def _drop(self, num_bytes: int) -> None:
         """Drops free buffers, the largest first, until they come to so many bytes."""
