@@ -24,8 +24,7 @@ def cover(
 ) -> "Covered":
     """Bakes what a trace depends on.
 
-    `reads` are from `recording`; `used` are the ids of the captured tensors that the trace
-    met, in input order. The survey has a path to each.
+    `reads` are from `recording`; `used` are the ids of the captured tensors that the trace met.
     """
     survey.follow(_names_of_classes(survey, reads))
     baker = _Baker(survey, reads, {})

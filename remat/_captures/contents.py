@@ -51,7 +51,7 @@ WATCHERS = frozenset({"__getattribute__", "__setattr__"})
 
 
 def of_library_function(function: types.FunctionType, names: set[str]) -> Content:
-    """Of a function of a library: what the user passed to it, not its own caches.
+    """Of a library's function: what the user passed to it, not its own caches.
 
     The functions of a `functools.singledispatch` are the user's, although a dict holds them.
     """
@@ -310,7 +310,7 @@ def look_for(value: object, step: Step) -> Look:
 
 
 def code_key(fun: object) -> Hashable:
-    """What functions that may share a trace have in common, whatever their contents.
+    """What functions that may share a trace have in common.
 
     Values in defaults and cells are not part of it: they are checked at each call.
     """

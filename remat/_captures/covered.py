@@ -98,10 +98,7 @@ def _constant(value: object, space: dict[str, Any]) -> str:
 
 
 def clause(rule: Rule, value: str, space: dict[str, Any]) -> str:
-    """Writes what a rule, other than `ABSENT`, says of a value as a Python expression.
-
-    `space` gets what the expression refers to.
-    """
+    """A rule, other than `ABSENT`, of a value as Python; `space` gets what that refers to."""
     if isinstance(rule, Shape):
         fields = (
             str(f) if type(f) is int else _constant(f, space) for f in rule.fields
@@ -235,10 +232,9 @@ class Covered:
     def _broken(
         self, roots: tuple[object, ...]
     ) -> Iterator[tuple[Spot, object, object]]:
-        """Yields each spot whose rule is broken, with its owner and what stands there now.
+        """Each spot whose rule is broken, with its owner and what stands there now.
 
-        If a caller repairs one before it asks for the next, the values below it are read from
-        the repaired one.
+        If a caller repairs one, the values below it are read from the repaired one.
         """
         values = {**_SPACE}
         for index, spot in enumerate(self._spots):

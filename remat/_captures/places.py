@@ -121,10 +121,7 @@ def _is_value_class(kind: type) -> bool:
 
 
 def same(value: object, const: object) -> bool:
-    """Whether two simple values are one: by type and bits, so 1, 1.0 and True differ.
-
-    0.0 and -0.0 differ; a NaN equals itself.
-    """
+    """Whether simple values are one by type and bits: 1, 1.0, True differ; a NaN is itself."""
     if value is const:
         return True
     if type(value) is not type(const):
@@ -233,11 +230,7 @@ NOT_THERE = (AttributeError, LookupError, TypeError, ValueError)
 
 
 def look(owner: object, step: Step) -> object:
-    """The value one step from `owner`.
-
-    Raises:
-        AttributeError, LookupError, TypeError, ValueError: nothing stands there.
-    """
+    """The value one step from `owner`; raises one of `NOT_THERE` where nothing stands."""
     kind, key = step
     if step == ("attr", "__dict__"):
         return attributes(owner)
@@ -262,8 +255,7 @@ def look_or_missing(owner: object, step: Step) -> object:
 def put(owner: Any, step: Step, value: object) -> None:
     """Writes `value` one step from `owner`, past any `__setattr__`; `MISSING` empties the place.
 
-    Raises:
-        AttributeError, LookupError, TypeError, ValueError: the place cannot be written.
+    Raises one of `NOT_THERE` if it cannot be written.
     """
     kind, key = cast("tuple[str, Any]", step)
     base: Any = type if issubclass(type(owner), type) else object

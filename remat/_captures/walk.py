@@ -204,12 +204,9 @@ class Survey:
     def in_place(self, but: Iterable[Tensor] = ()) -> Generator[None]:
         """Inside, all reached state is what it was in the survey, except numbers in tensors.
 
-        The current state, such as a parameter that `functional_call` has put back, or
-        `training`, stands there again at the end. Weak references stay as they are, and so do
-        the places of the tensors in `but`.
-
-        Raises:
-            RecomputationError: a place is no more.
+        The current state, such as a parameter that `functional_call` has put back, stands there again
+        at the end. Weak references stay as they are, and so do the places of the tensors in `but`.
+        Raises `RecomputationError` if a place is no more.
         """
         left = frozenset(map(id, but))
         filled: set[int] = set()

@@ -33,10 +33,7 @@ _latest: weakref.WeakKeyDictionary[fx.Graph, Tensor] = weakref.WeakKeyDictionary
 def with_state(
     draw: Value, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> tuple[Any, Tensor]:
-    """Draws as one step of the graph that is being recorded.
-
-    The numbers come from the device's generator. With them comes its state before the draw.
-    """
+    """Draws as one step of the graph that is recorded; with the generator's state before."""
     # Each takes the state of the draw before, so that a compiler keeps their order.
     graph = tracer.active_graph()
     before = _latest.get(graph)
@@ -60,10 +57,7 @@ def from_state(
 
 @functools.cache
 def _drawing(op: Any, *, again: bool) -> Any:
-    """The operator that draws as another does, and also returns the state; made when met.
-
-    Or the one that draws `again`, from a state.
-    """
+    """The operator that draws as another and also returns the state, or draws `again` from one."""
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         device = kwargs["rng_device"]

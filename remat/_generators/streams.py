@@ -140,10 +140,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
-    """Runs a trace of user's code, in which `current` tells whose numbers a draw takes.
-
-    Trackers and the generators of these devices are as before when it ends.
-    """
+    """Runs a trace of user's code; trackers and generators are as before at its end."""
     with trackers.plainly():
         trace = _Trace(devices, _thread.trace)
     changed: list[str] = []

@@ -61,10 +61,7 @@ def dependent_outputs(
 
 
 def variables(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
-    """The leaves of autograd's graph, each with the bits of the outputs that depend on it.
-
-    Leaves that the function has made, and that nothing holds any more, are left out.
-    """
+    """The held leaves of autograd's graph, with the bits of the outputs that depend on each."""
     bits: dict[Any, int] = {}
     for index, each in enumerate(outputs):
         if each.grad_fn is not None:

@@ -425,10 +425,7 @@ class _Constants:
         self._wanted = set(map(storage_key, filter(_has_storage_to_compare, leaves)))
 
     def before_write(self, target: Tensor, state: RunState) -> None:
-        """Saves the numbers of those tensors that share memory with what is written to.
-
-        Refuses a write to an argument that is to be differentiated.
-        """
+        """Saves what shares memory with the target; refuses a write to what is to be differentiated."""
         if not (_has_version_to_compare(target) and _has_storage_to_compare(target)):
             return
         key = storage_key(target)
@@ -438,7 +435,7 @@ class _Constants:
             state.keep(tensor)
 
     def settle(self, used: Set[int], kept: Iterable[Tensor]) -> None:
-        """Forgets all but those that the first run used (by their ids) and has not changed.
+        """Forgets all but what the first run used (by ids) and left as it was.
 
         Refuses a run that wrote to one that is not `kept`, to be put back.
         """

@@ -18,10 +18,7 @@ from remat._torch import guards, modes
 
 
 class Numerics(NamedTuple):
-    """A snapshot of the numerics switches of this thread.
-
-    A tuple, because each call of a region compares and hashes one.
-    """
+    """The numerics switches of this thread; a tuple, because each call compares and hashes one."""
 
     #: (device type, dtype) for each device type that autocasts.
     autocast: tuple[tuple[str, torch.dtype], ...]
@@ -63,10 +60,7 @@ class Numerics(NamedTuple):
         return current
 
     def are_met_by(self, found: Numerics) -> bool:
-        """Whether a program of these switches computes the same where `found` is in force.
-
-        It names the device of each tensor that it makes.
-        """
+        """Whether a program, which names the devices of what it makes, computes the same there."""
         return not found.autocast and (found is self or found[2:] == self[2:])
 
     @contextlib.contextmanager

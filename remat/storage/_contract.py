@@ -314,10 +314,7 @@ def _require_stored(storage: AbstractStorage, found: object) -> None:
 
 
 def rehearsed(storage: AbstractStorage, meta: TensorMeta) -> Held:
-    """What `store` makes of a value without numbers, as if in a late call of a function.
-
-    If `store` has to see numbers, this is the whole value, as a bound.
-    """
+    """What `store` makes of a value without numbers, late; the whole, if it needs them."""
     value = dataclasses.replace(meta.once, requires_grad=False, placement=None)
     # After the calls in which ranks compare what they hold.
     place = Place(call=sys.maxsize, spread=meta.placement)

@@ -54,10 +54,6 @@ class Pool:
     A value gets the smallest free buffer that is at most a quarter larger than it. Where
     there is none, free ones of at least its size are dropped and a new one is made: the
     pool's size stays within the largest size of all buffers in use at one time.
-
-    Attributes:
-        size_bytes: of all its buffers, in use and free.
-        num_made: how many buffers were made, ever.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
@@ -66,8 +62,8 @@ class Pool:
         self._free: list[Buffer] = []
         # Any thread that collects garbage may fill it, so it must need no lock.
         self._returned: collections.deque[Buffer] = collections.deque()
-        self.size_bytes = 0
-        self.num_made = 0
+        self.size_bytes = 0  # of all its buffers, in use and free
+        self.num_made = 0  # how many buffers, ever
 
     def lease(self, num_bytes: int) -> Lease:
         """A buffer for a value of so many bytes."""
