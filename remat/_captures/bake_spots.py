@@ -269,15 +269,13 @@ def _rule_to_bake(value: object) -> Rule:
         return Shape("tracker", (number,))
     if isinstance(value, types.FunctionType):
         return Shape("function", (value.__code__,))
-    if is_simple(value):
-        return Equal(value)
-    if isinstance(value, types.ModuleType) and is_library_module(value.__name__):
+    is_module = isinstance(value, types.ModuleType)
+    if is_simple(value) or (is_module and is_library_module(value.__name__)):
         return Equal(value)
     if isinstance(value, dict):
         entries = cast("dict[Hashable, object]", value)
         if all(is_simple(key) for key in entries):
             return Shape("keyed", (kind, tuple(entries)))
-    sized = list, tuple, deque, set, dict
-    if not is_shown and isinstance(value, sized):
+    if not is_shown and isinstance(value, (list, tuple, deque, set, dict)):
         return Shape("sized", (kind, len(cast("list[object]", value))))
     return Shape("instance", (kind,))

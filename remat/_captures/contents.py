@@ -299,9 +299,8 @@ def look_for(value: object, step: Step) -> Look:
         is_library = step[0] != "root" and library.is_library_file(file)
         return of_library_function if is_library else of_user_function
     if isinstance(value, types.ModuleType):
-        return (
-            of_nothing if library.is_library_module(value.__name__) else _of_namespace
-        )
+        is_library = library.is_library_module(value.__name__)
+        return of_nothing if is_library else _of_namespace
     if isinstance(value, type):
         if not library.user_bases(value):
             return of_nothing

@@ -1,10 +1,9 @@
 """What is baked: spots and their rules, and what is made of them.
 
-A `Spot` says where to look (one step from another spot) and what must be true of what is
-found. Both are plain data that keep nothing of the user's alive but types, code and simple
-constants. `clause` writes a rule as a Python expression. `Covered` joins these into one
-straight-line function that reads each common prefix once, and evaluates them one by one to
-say what differs.
+A `Spot` says where to look (one step from another spot) and what must be true of what is found.
+Both are plain data that keep nothing of the user's alive but types, code and simple constants.
+`clause` writes a rule as a Python expression. `Covered` joins these into one straight-line function
+that reads each common prefix once, and evaluates them one by one to say what differs.
 """
 
 import contextlib

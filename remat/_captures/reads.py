@@ -1,15 +1,14 @@
 """What a trace reads: which attributes of which reached objects, library reads included.
 
-While a recording is active, the Python classes of the surveyed objects carry a
-`__getattribute__` that notes the name and goes on to the class's own. Only reads on the
-recording thread are noted, and only of attributes that were there before. A trace does not
-depend on an attribute that it wrote first itself, such as what a context manager keeps for
-its exit; a `__setattr__` notes such writes. Classes that cannot get these methods
-(builtins, C types) are not watched: everything that their instances hold counts as read.
+While a recording is active, the Python classes of the surveyed objects carry a `__getattribute__`
+that notes the name and goes on to the class's own. Only reads on the recording thread are noted,
+and no attribute that the trace wrote first itself, such as what a context manager keeps for its
+exit; a `__setattr__` notes such writes. Of classes that cannot get these methods (builtins, C
+types), everything that their instances hold counts as read.
 
-A region inside the traced function may find its own trace in its cache, and then runs only
-its generated check, which reads instance dictionaries. Such a read stands for the
-attributes that the check's line goes on to look at: `line_reads` of the generated code.
+A region inside the traced function may find its own trace in its cache, and then runs only its
+generated check, which reads instance dictionaries. Such a read stands for the attributes that the
+check's line goes on to look at: `LINE_READS` of the generated code.
 """
 
 import contextlib

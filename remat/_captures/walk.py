@@ -172,8 +172,7 @@ class Survey:
 
     def assigned(self) -> list[tuple[object, Step, object]]:
         """Owner, step and value of each reached place that holds another value than it did."""
-        changed = self._differences()
-        return [(node.value, step, after) for node, step, _, after in changed]
+        return [(node.value, step, now) for node, step, _, now in self._differences()]
 
     def put_back(self, stand_ins: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Replaces each stand-in that was assigned over its own tensor by that tensor."""

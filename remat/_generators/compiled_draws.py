@@ -1,11 +1,10 @@
 """Draws for graphs of torch.compile: one operator for a draw and its generator's state.
 
-A program reads the state of a generator, then draws. A backward program sets the state, draws
-again, and puts the generator's state back. A compiler orders steps by their inputs, and these
-steps have none of each other's. So in a graph for a compiler each of them is one operator: a draw
-that also returns the state from which it started, and a draw from a state that is its input. A
-draw of the first kind takes the state of the draw before it as an input. So the order of the draws
-is kept, and the numbers are those that PyTorch draws outside a graph, whatever the compiler.
+A program reads a generator's state and draws; a backward program sets the state, draws again, and
+puts the generator's state back. A compiler orders steps by their inputs, and these have none of
+each other's. So for a compiler each is one operator: a draw that also returns the state from which
+it started, and takes that of the draw before it, which keeps their order; and a draw from a state
+that is its input. The numbers are those that PyTorch draws outside a graph.
 
 `torch._prims.rng_prims` has such operators for AOTAutograd's own recomputation. They cannot
 be used here: AOTAutograd does not accept them in a graph that it has yet to differentiate.
@@ -34,7 +33,6 @@ def with_state(
     draw: Value, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> tuple[Any, Tensor]:
     """Draws as one step of the graph that is recorded; with the generator's state before."""
-    # Each takes the state of the draw before, so that a compiler keeps their order.
     graph = tracer.active_graph()
     before = _latest.get(graph)
     told = {"rng_device": device, "rng_in_place": draw.in_place, "rng_before": before}

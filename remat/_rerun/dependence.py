@@ -132,8 +132,6 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
     the roots: the function, and the objects among its arguments.
     """
     outputs = [each for leaf in trees.tensor_leaves(result) for each in _wanted(leaf)]
-    if not outputs:
-        return
     nodes = autograd.nodes_behind(
         [each.grad_fn for each in outputs if each.grad_fn is not None]
     )
@@ -154,13 +152,11 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
 
 def _wanted(tensor: Tensor) -> Iterator[Tensor]:
     """Of what a run returned, the levels at which some reverse mode wants a gradient."""
-    while True:
-        if tensor.requires_grad:
-            yield tensor
-        below = levels.below(tensor)
-        if below is None:
-            return
-        tensor = below
+    level: Tensor | None = tensor
+    while level is not None:
+        if level.requires_grad:
+            yield level
+        level = levels.below(level)
 
 
 def _hidden_in(nodes: Iterable[Any]) -> set[int]:

@@ -1,6 +1,7 @@
 """Keys: made from a seed, split, and told apart by a number."""
 
 import operator
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -34,12 +35,8 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
         >>> random.key(42)
         tensor([42,  0], dtype=torch.uint64)
     """
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TypeError(
-            f"random.key(seed) takes an integer, not {seed!r}. For a number that depends "
-            "on data, write random.fold_in(random.key(0), number)."
-        )
-    number = _checked_seed("random.key(seed)", operator.index(seed))
+    advice = "For a number that depends on data, write random.fold_in(random.key(0), number)."
+    number = _checked_integer("random.key(seed)", seed, advice)
     if torch.compiler.is_dynamo_compiling():
         # Inductor writes no constants of this dtype.
         signed = torch.tensor([as_int64(number), 0], device=device)
@@ -109,12 +106,8 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     require_key(key, "fold_in")
     if isinstance(data, Tensor):
         return _ops.FOLD_IN(key, _number_to_fold(data, key.device))
-    if isinstance(data, bool) or not hasattr(data, "__index__"):  # pyright: ignore[reportUnnecessaryComparison]
-        raise TypeError(
-            f"random.fold_in(key, data) takes an integer, not {data!r}. Number the things "
-            "to be told apart, or fold in several numbers one after the other."
-        )
-    number = _checked_seed("random.fold_in(key, data)", operator.index(data))
+    advice = "Number the things to be told apart, or fold in several numbers one after the other."
+    number = _checked_integer("random.fold_in(key, data)", data, advice)
     return _ops.FOLD_IN_INT(key, as_int64(number))
 
 
@@ -149,7 +142,10 @@ def _number_to_fold(data: Tensor, device: torch.device) -> Tensor:
     return data.view(torch.int64) if data.dtype == torch.uint64 else data.long()
 
 
-def _checked_seed(call: str, number: int) -> int:
-    if not _LEAST <= number < _END:
-        raise ValueError(f"{call} takes an integer in [-2**63, 2**64), not {number}.")
-    return number
+def _checked_integer(call: str, number: object, advice: str) -> int:
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise TypeError(f"{call} takes an integer, not {number!r}. {advice}")
+    whole = operator.index(cast("int", number))
+    if not _LEAST <= whole < _END:
+        raise ValueError(f"{call} takes an integer in [-2**63, 2**64), not {whole}.")
+    return whole

@@ -281,10 +281,7 @@ class _Gather:
 
     mesh: "DeviceMesh"
 
-    @property
-    def num_ahead(self) -> int:
-        """One gather overlaps with a region's computation; more would only queue up."""
-        return 1
+    num_ahead: int = 1  # one overlaps with a region; more would only queue up
 
     def start(self, parts: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         size = self.mesh.size()
