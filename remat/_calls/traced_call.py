@@ -141,7 +141,7 @@ def trace_call(
     survey = _captures.Survey(site.roots)
     flattened = Flattened(site.layout, len(site.tensors), changed)
     try:
-        with on_error(survey.restore), python_and_numpy.told(where):
+        with on_error(survey.restore), python_and_numpy.warned_of_draws(where):
             traced, reads, template = _run_trace(
                 site, survey, flattened, fixed, like_outputs
             )

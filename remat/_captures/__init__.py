@@ -7,7 +7,7 @@ a `Covered` (`covered`), which for *any* roots of the same code fetches the capt
 and checks that the covered state is what it was; docs/limits.md says what that is, and what is
 never checked. An attribute that was not read is not covered: equal layers that differ in
 `layer_idx` share a trace. `contents`: the values at an object's places, by its sort; `places`: one
-step to a value (look, put, name it), simple values compared; `library`: whose code it is, the
+step to a value (read, written, named), simple values compared; `library`: whose code it is, the
 user's or a library's, and what it mentions.
 """
 
@@ -15,7 +15,7 @@ from remat._captures.bake_spots import cover
 from remat._captures.contents import code_key, hides_contents, shows_contents
 from remat._captures.covered import Covered
 from remat._captures.library import is_library_file, user_bases
-from remat._captures.places import Step, look, numpy_scalar, put
+from remat._captures.places import Step, numpy_scalar, read_place, write_place
 from remat._captures.reads import Reads, recording
 from remat._captures.walk import Survey, put_back_hooked, refresh_hooked
 
@@ -28,12 +28,12 @@ __all__ = [
     "cover",
     "hides_contents",
     "is_library_file",
-    "look",
     "numpy_scalar",
-    "put",
     "put_back_hooked",
+    "read_place",
     "recording",
     "refresh_hooked",
     "shows_contents",
     "user_bases",
+    "write_place",
 ]

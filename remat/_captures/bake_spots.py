@@ -199,7 +199,7 @@ class _Baker:
 
     def cover_shape(self, node: Node, step: Step) -> None:
         """Covers the size or the keys of a container that belongs to the object."""
-        found = places.look_or_missing(node.value, step)
+        found = places.read_place_or_missing(node.value, step)
         self.write(node, step, ABSENT if found is MISSING else _rule_to_bake(found))
 
     def cover_place(self, node: Node, step: Step) -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, cast
 from torch import Tensor, nn
 
 from remat._captures import library
-from remat._captures.places import Step, attributes, held_bytes, is_simple, look
+from remat._captures.places import Step, attributes, held_bytes, is_simple, read_place
 from remat._generators import trackers
 from remat._torch import modules
 
@@ -177,7 +177,7 @@ def _at(*steps: Step) -> "Look":
     """The look at objects that hold what stands one of these steps away."""
 
     def look_at(owner: object, _: set[str]) -> Content:
-        return {step: look(owner, step) for step in steps}
+        return {step: read_place(owner, step) for step in steps}
 
     return look_at
 

@@ -79,7 +79,7 @@ class Spot(NamedTuple):
 # What generated code refers to besides constants.
 _SPACE: dict[str, Any] = {
     **places.SPACE,
-    "same": places.same,
+    "same": places.is_same_value,
     "Tensor": Tensor,
     "NOT_THERE": places.NOT_THERE,
     "TRACKERS": trackers.registered,
@@ -89,7 +89,7 @@ _BY_NAME = frozenset({"attr", "inherited"})
 _LISTS = frozenset({list, deque})
 
 
-def _constant(value: object, space: dict[str, Any]) -> str:
+def _name_constant(value: object, space: dict[str, Any]) -> str:
     """The name that generated code has for an object, which `space` gets."""
     name = f"K{id(value)}"
     space[name] = value
@@ -100,19 +100,19 @@ def clause(rule: Rule, value: str, space: dict[str, Any]) -> str:
     """A rule, other than `ABSENT`, of a value as Python; `space` gets what that refers to."""
     if isinstance(rule, Shape):
         fields = (
-            str(f) if type(f) is int else _constant(f, space) for f in rule.fields
+            str(f) if type(f) is int else _name_constant(f, space) for f in rule.fields
         )
         return SHAPES[rule.name][0].format(*fields, v=value)
     if isinstance(rule.const, _LITERAL):
         return f"{value} is {rule.const!r}"
-    name = _constant(rule.const, space)
+    name = _name_constant(rule.const, space)
     if isinstance(rule.const, type):
         return f"{value} is {name}"
     # By identity where that is likely to hold.
     return f"((t := {value}) is {name} or same(t, {name}))"
 
 
-def _holder(spot: Spot, lines: list[str], holders: dict[str, str]) -> str:
+def _bind_holder(spot: Spot, lines: list[str], holders: dict[str, str]) -> str:
     """The name of the object that holds the spot, which a line binds at its first use."""
     owner = "roots" if spot.parent < 0 else f"v{spot.parent}"
     kind = places.KINDS[spot.step[0]]
@@ -129,7 +129,7 @@ def _key_in_code(step: Step, space: dict[str, Any]) -> str:
     kind, key = step
     if kind in _BY_NAME:
         return str(key)
-    return repr(key) if type(key) in {str, int} else _constant(key, space)
+    return repr(key) if type(key) in {str, int} else _name_constant(key, space)
 
 
 def _generate_check(
@@ -149,7 +149,7 @@ def _generate_check(
             bound.update(rule.fields)
     for index, spot in enumerate(spots):
         kind, num_lines = spot.step[0], len(lines)
-        holder, key = _holder(spot, lines, holders), _key_in_code(spot.step, space)
+        holder, key = _bind_holder(spot, lines, holders), _key_in_code(spot.step, space)
         if len(lines) > num_lines:
             # Line 1 is the `def`, line 2 the `try`.
             line_reads[len(lines) + 2] = reads[spot.parent]
@@ -206,7 +206,7 @@ class Covered:
     def difference(self, roots: tuple[object, ...]) -> tuple[str, str]:
         """What differs first, and how, in words; of covered state nothing may."""
         for spot, _, value in self._broken(roots):
-            return str(spot.label), _breach(spot, value)
+            return str(spot.label), _breach_in_words(spot, value)
         return "a captured tensor", "nothing that is covered has changed"
 
     def explain(self, roots: tuple[object, ...]) -> str:
@@ -239,10 +239,10 @@ class Covered:
         for index, spot in enumerate(self._spots):
             name = f"v{index}"
             owner = roots if spot.parent < 0 else values[f"v{spot.parent}"]
-            value = values[name] = places.look_or_missing(owner, spot.step)
+            value = values[name] = places.read_place_or_missing(owner, spot.step)
             if not _rule_holds(spot.rule, name, values):
                 yield spot, owner, value
-                values[name] = places.look_or_missing(owner, spot.step)
+                values[name] = places.read_place_or_missing(owner, spot.step)
 
 
 def _rule_holds(rule: Rule, name: str, values: dict[str, Any]) -> bool:
@@ -255,10 +255,10 @@ def _rule_holds(rule: Rule, name: str, values: dict[str, Any]) -> bool:
         return False
 
 
-def _breach(spot: Spot, value: object) -> str:
-    now = "gone" if value is MISSING else places.in_words(value)
+def _breach_in_words(spot: Spot, value: object) -> str:
+    now = "gone" if value is MISSING else places.value_in_words(value)
     if isinstance(spot.rule, Equal):
-        return f"{spot.label} was {places.in_words(spot.rule.const)} and is {now}"
+        return f"{spot.label} was {places.value_in_words(spot.rule.const)} and is {now}"
     breach = SHAPES[spot.rule.name][1].format(*spot.rule.fields, now=now)
     return f"{spot.label} {breach}"
 
@@ -267,21 +267,21 @@ def _mend_spot(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -
     try:
         match spot.rule:
             case Equal(const):
-                places.put(owner, spot.step, const)
-                undo.callback(places.put, owner, spot.step, value)
+                places.write_place(owner, spot.step, const)
+                undo.callback(places.write_place, owner, spot.step, value)
             case Shape("sized", (kind, num)) if type(value) is kind in _LISTS:
-                undo.callback(places.fill, value, [*value])
-                places.fill(value, [*value, *[None] * num][:num])
+                undo.callback(places.refill, value, [*value])
+                places.refill(value, [*value, *[None] * num][:num])
             case Shape("keyed", (kind, keys)) if type(value) is kind:
-                undo.callback(places.fill, value, {**value})
-                places.fill(value, {key: value.get(key) for key in keys})
+                undo.callback(places.refill, value, {**value})
+                places.refill(value, {key: value.get(key) for key in keys})
             case _:
                 raise TypeError("only simple values can be restored")
     except places.NOT_THERE as error:
         raise refusal(
             RecomputationError,
             where=str(spot.label),
-            what=f"changed after the forward: {_breach(spot, value)}.",
+            what=f"changed after the forward: {_breach_in_words(spot, value)}.",
             why=f"The backward needs the old value, but {error}.",
             do="Change it after the backward, or pass it as an argument.",
         ) from error

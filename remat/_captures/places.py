@@ -58,7 +58,7 @@ _CONTAINERS = frozenset({dict, list, OrderedDict})
 COMPARES_AS_A_WHOLE = "__remat_compares_as_a_whole__"
 
 
-def in_words(value: object) -> str:
+def value_in_words(value: object) -> str:
     """A value for a message: simple ones as written, others by their type."""
     if value is MISSING:
         return "not there"
@@ -120,7 +120,7 @@ def _is_value_class(kind: type) -> bool:
     return compares and kind.__hash__ not in {None, object.__hash__} and is_plain
 
 
-def same(value: object, const: object) -> bool:
+def is_same_value(value: object, const: object) -> bool:
     """Whether simple values are one by type and bits: 1, 1.0, True differ; a NaN is itself."""
     if value is const:
         return True
@@ -133,11 +133,11 @@ def same(value: object, const: object) -> bool:
         return repr(value) == repr(const)
     if type(const) is tuple:
         pair = cast("tuple[tuple[object, ...], tuple[object, ...]]", (value, const))
-        return len(pair[0]) == len(pair[1]) and all(map(same, *pair))
+        return len(pair[0]) == len(pair[1]) and all(map(is_same_value, *pair))
     if type(const) is slice:
         left, right = cast("tuple[slice[Any], slice[Any]]", (value, const))
         ends = (left.start, left.stop, left.step), (right.start, right.stop, right.step)
-        return same(*ends)
+        return is_same_value(*ends)
     # Enumerations and classes were told by identity.
     return not isinstance(const, (enum.Enum, type)) and bool(value == const)
 
@@ -216,20 +216,20 @@ KINDS = {
 SPACE = {each.__name__: each for each in (get_referents, held_bytes, in_context)}
 
 
-def _compiled(holder: str) -> Callable[[Any], Any]:
+def _compiled_holder(holder: str) -> Callable[[Any], Any]:
     """The function that an expression for a holder stands for, unseen by a recording."""
     text = holder.replace("{}.__dict__", "attributes({})").format("owner")
     return eval(f"lambda owner: {text}", {**SPACE, "attributes": attributes})
 
 
-_HOLDERS = {name: _compiled(kind.holder) for name, kind in KINDS.items()}
+_HOLDERS = {name: _compiled_holder(kind.holder) for name, kind in KINDS.items()}
 
 
-# What `look` raises where nothing stands.
+# What `read_place` raises where nothing stands.
 NOT_THERE = (AttributeError, LookupError, TypeError, ValueError)
 
 
-def look(owner: object, step: Step) -> object:
+def read_place(owner: object, step: Step) -> object:
     """The value one step from `owner`; raises one of `NOT_THERE` where nothing stands."""
     kind, key = step
     if step == ("attr", "__dict__"):
@@ -244,22 +244,22 @@ def look(owner: object, step: Step) -> object:
     return holder[key].cell_contents if kind == "cell" else holder[key]
 
 
-def look_or_missing(owner: object, step: Step) -> object:
+def read_place_or_missing(owner: object, step: Step) -> object:
     """The value one step from `owner`; `MISSING` if nothing stands there."""
     try:
-        return look(owner, step)
+        return read_place(owner, step)
     except NOT_THERE:
         return MISSING
 
 
-def put(owner: Any, step: Step, value: object) -> None:
+def write_place(owner: Any, step: Step, value: object) -> None:
     """Writes `value` one step from `owner`, past any `__setattr__`; `MISSING` empties the place.
 
     Raises one of `NOT_THERE` if it cannot be written.
     """
     kind, key = cast("tuple[str, Any]", step)
     base: Any = type if issubclass(type(owner), type) else object
-    if value is MISSING and look_or_missing(owner, step) is MISSING:
+    if value is MISSING and read_place_or_missing(owner, step) is MISSING:
         return  # who put a value there has taken it away again
     if kind in {"attr", "cell"} or (kind == "var" and base is type):
         if kind == "cell":
@@ -271,10 +271,10 @@ def put(owner: Any, step: Step, value: object) -> None:
     elif value is MISSING:
         del _HOLDERS[kind](owner)[key]
     else:
-        _put_item(owner, kind, key, value)
+        _write_item(owner, kind, key, value)
 
 
-def _put_item(owner: Any, kind: str, key: Any, value: Any) -> None:
+def _write_item(owner: Any, kind: str, key: Any, value: Any) -> None:
     match kind:
         case "default":
             defaults = [*owner.__defaults__]
@@ -287,14 +287,14 @@ def _put_item(owner: Any, kind: str, key: Any, value: Any) -> None:
         case "variable":
             owner.set(value)
         case "members":
-            fill(owner, value)
+            refill(owner, value)
         case "bytes":
             memoryview(owner).cast("B")[:] = value[0]
         case _:
             _HOLDERS[kind](owner)[key] = value
 
 
-def fill(owner: Any, items: Any) -> None:
+def refill(owner: Any, items: Any) -> None:
     """Makes a container hold these items, past any method of its class."""
     # An ordered one keeps its order beside: dict's own methods would spoil it.
     bases: tuple[Any, ...] = list, deque, set, OrderedDict, dict
@@ -321,13 +321,13 @@ class Label(NamedTuple):
             return Label("", "self")
         if kind.prefix is None:
             return Label(self.prefix, self.body + kind.label.format(step[1]))
-        return Label(kind.prefix, _first_word(owner, step))
+        return Label(kind.prefix, _first_word_of_label(owner, step))
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType)
 
 
-def _first_word(owner: Any, step: Step) -> str:
+def _first_word_of_label(owner: Any, step: Step) -> str:
     """The name with which a label starts anew."""
     kind, key = step
     if kind == "root":
@@ -342,5 +342,5 @@ def _first_word(owner: Any, step: Step) -> str:
     if kind == "variable":
         return owner.name
     if kind in {"type", "base"}:
-        return cast("type", look(owner, step)).__qualname__
+        return cast("type", read_place(owner, step)).__qualname__
     return str(key)

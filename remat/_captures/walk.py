@@ -167,7 +167,8 @@ class Survey:
                 if not (new or is_read or node.look in contents.BY_NAME):
                     continue
             label = node.label.then(node.value, step)
-            return f"{label} was {places.in_words(before)} and became {places.in_words(after)}"
+            was, became = map(places.value_in_words, (before, after))
+            return f"{label} was {was} and became {became}"
         return None
 
     def assigned(self) -> list[tuple[object, Step, object]]:
@@ -179,7 +180,7 @@ class Survey:
         own = {id(each): real for each, real in zip(stand_ins, tensors, strict=True)}
         for node, step, before, after in list(self._differences()):
             if step[0] != "key" and own.get(id(after)) is before is not None:
-                places.put(node.value, step, before)
+                places.write_place(node.value, step, before)
         self._refresh()
 
     def restore(self, numbers: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
@@ -188,7 +189,7 @@ class Survey:
             if step[0] in places.ITEMS:
                 _refill(node)
             elif before is not places.Unset.UNSET:
-                places.put(node.value, step, before)
+                places.write_place(node.value, step, before)
         self._refresh()
         with torch.no_grad():
             for tensor, held in numbers:
@@ -219,12 +220,12 @@ class Survey:
                         filled.add(id(owner))
                         is_dict = isinstance(owner, dict)
                         undo.callback(
-                            places.fill, owner, {**owner} if is_dict else [*owner]
+                            places.refill, owner, {**owner} if is_dict else [*owner]
                         )
                         _refill(node)
                     continue
                 try:
-                    places.put(owner, step, before)
+                    places.write_place(owner, step, before)
                 except places.NOT_THERE as error:
                     raise refusal(
                         RecomputationError,
@@ -234,7 +235,7 @@ class Survey:
                         "another value.",
                         do="Change it after backward(), or pass the tensor as an argument.",
                     ) from error
-                undo.callback(places.put, owner, step, after)
+                undo.callback(places.write_place, owner, step, after)
             yield
 
     def _differences(self) -> Iterator[tuple[Node, Step, object, object]]:
@@ -243,7 +244,7 @@ class Survey:
             for step in then if then.keys() == now.keys() else {**then, **now}:
                 before, after = then.get(step, MISSING), now.get(step, MISSING)
                 if before is not after and not (
-                    is_simple(before) and places.same(after, before)
+                    is_simple(before) and places.is_same_value(after, before)
                 ):
                     yield node, step, before, after
 
@@ -256,7 +257,7 @@ def _refill(node: Node) -> None:
         if kind in {"item", "value"}
     }
     is_dict = isinstance(node.value, dict)
-    places.fill(node.value, before if is_dict else [*before.values()])
+    places.refill(node.value, before if is_dict else [*before.values()])
 
 
 def put_back_hooked(survey: Survey) -> tuple[tuple[Step, ...], ...]:
@@ -271,7 +272,7 @@ def put_back_hooked(survey: Survey) -> tuple[tuple[Step, ...], ...]:
             continue
         names = [name for name, _ in made_by_hooks(node.value)]
         for name in names:
-            places.put(node.value, ("var", name), node.content["var", name])
+            places.write_place(node.value, ("var", name), node.content["var", name])
         if names:
             ways.append(tuple(step for _, step in node.path))
     return tuple(ways)
@@ -283,7 +284,7 @@ def refresh_hooked(way: tuple[Step, ...], roots: tuple[object, ...]) -> None:
     It is computed from the parameters and buffers as the call left them, so that the attribute
     holds what it would without remat, gradient included.
     """
-    module = functools.reduce(places.look, way, roots)
+    module = functools.reduce(places.read_place, way, roots)
     assert isinstance(module, nn.Module)
     for name, make in made_by_hooks(module):
         setattr(module, name, make())

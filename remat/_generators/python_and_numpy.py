@@ -23,7 +23,7 @@ def states() -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def set_to(found: tuple[Any, ...] | None) -> Generator[None]:
+def drawing_from(found: tuple[Any, ...] | None) -> Generator[None]:
     """Inside, Python and numpy draw from these states, then from the old ones. None: no-op."""
     if found is None:
         yield
@@ -44,7 +44,7 @@ def _set_python_and_numpy(found: tuple[Any, ...]) -> None:
 
 
 @contextlib.contextmanager
-def told(where: str) -> Generator[None]:
+def warned_of_draws(where: str) -> Generator[None]:
     """Warns, once a function, if its trace, which runs inside, draws as Python or numpy do."""
     before = states()
     yield

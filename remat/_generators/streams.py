@@ -43,7 +43,7 @@ def write(stream: str, state: Tensor) -> None:
     """Moves a stream to a state."""
     tracker, name = _tracker_of_stream(stream)
     states = dict(tracker.get_states())
-    states[name] = trackers.holding(states[name], state)
+    states[name] = trackers.state_for(states[name], state)
     tracker.set_states(states)
 
 

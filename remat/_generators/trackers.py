@@ -149,7 +149,7 @@ class Snapshot:
         """Sets the trackers to these states; may be called again."""
         for tracker, states in self._found:
             tracker.set_states(
-                {name: holding(held, value) for name, (held, value) in states.items()}
+                {name: state_for(held, value) for name, (held, value) in states.items()}
             )
 
 
@@ -161,7 +161,7 @@ def state_of(held: Any) -> Tensor:
         return held.clone()
 
 
-def holding(held: Any, value: Tensor) -> Any:
+def state_for(held: Any, value: Tensor) -> Any:
     """What a tracker should hold in place of `held` to have a state."""
     if isinstance(held, torch.Generator):
         held.set_state(value)

@@ -44,7 +44,7 @@ def dependent_outputs(
     """
     found: dict[int, int] = {}
     known = set(map(id, leaves))
-    for variable, bits in variables(outputs):
+    for variable, bits in held_leaves(outputs):
         if engine and engine.stands_for(variable):
             variable = leaves[-1]
         if id(variable) in made:
@@ -60,7 +60,7 @@ def dependent_outputs(
     )
 
 
-def variables(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
+def held_leaves(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
     """The held leaves of autograd's graph, with the bits of the outputs that depend on each."""
     bits: dict[Any, int] = {}
     for index, each in enumerate(outputs):
@@ -72,20 +72,20 @@ def variables(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
         own = bits[node]
         for edge in autograd.next_nodes(node):
             bits[edge] = bits.get(edge, 0) | own
-        if _is_held(node) or _is_guarded(node):
+        if _is_held_leaf(node) or _is_guarded_leaf(node):
             yield node.variable, own
 
 
-def _is_held(node: Any) -> bool:
+def _is_held_leaf(node: Any) -> bool:
     """Whether the node is that of a leaf, and something in Python holds the leaf.
 
     Nobody can ask for the gradient of a leaf that a function made for itself and forgot.
     """
-    return hasattr(node, "variable") and sys.getrefcount(node.variable) > _unheld()
+    return hasattr(node, "variable") and sys.getrefcount(node.variable) > _unheld_refs()
 
 
 @functools.cache
-def _unheld() -> int:
+def _unheld_refs() -> int:
     """The references to a leaf that only autograd's graph holds."""
     with isolation.without_inference_mode(), torch.enable_grad():
         made = torch.ones((), requires_grad=True).exp()
@@ -107,7 +107,7 @@ def guard_against_others(leaves: Sequence[Tensor], *, accumulates: bool) -> None
             _refuse_lost_gradient(leaf.grad)
 
 
-def _is_guarded(node: Any) -> bool:
+def _is_guarded_leaf(node: Any) -> bool:
     variable: Any = getattr(node, "variable", None)
     hooks: dict[Any, Any] = getattr(variable, "_backward_hooks", None) or {}
     return _refuse_lost_gradient in hooks.values()
@@ -135,14 +135,14 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
     nodes = autograd.nodes_behind(
         [each.grad_fn for each in outputs if each.grad_fn is not None]
     )
-    held = [node for node in nodes if _is_held(node)]
+    held = [node for node in nodes if _is_held_leaf(node)]
     if not held:
         return
     seen = _captures.Survey((result, *roots)).tensors.keys() | _hidden_in(nodes)
     unseen = [node for node in held if id(node.variable) not in seen]
     if unseen:
         gc.collect()  # a leaf that only a cycle holds is not held
-    for node in filter(_is_held, unseen):
+    for node in filter(_is_held_leaf, unseen):
         raise out_of_reach(
             f"a tensor {TensorMeta.of(node.variable)} that requires grad",
             "No other tensor that the region sees requires grad, so it would run without "

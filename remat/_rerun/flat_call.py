@@ -61,7 +61,7 @@ def call(
 ) -> Any:
     """Calls `fun` as a region that runs again in its backward."""
     engines.require_no_engine(fun)
-    reach = _Reach(fun, args, kwargs)
+    reach = _Reached(fun, args, kwargs)
     operands = reach.operands
     wanted = tuple(map(levels.requires_grad_anywhere, operands))
     if not any(wanted):
@@ -76,7 +76,7 @@ def call(
     result, stored = flat.returned.around(flat.with_changed(returned))
     for (owner, step), value in zip(flat.stored, stored, strict=True):
         _stored.update((id(each), each) for each in trees.tensor_leaves(value))
-        _captures.put(owner, step, value)
+        _captures.write_place(owner, step, value)
     return result
 
 
@@ -99,7 +99,7 @@ _stored: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary(
 
 
 @final
-class _Reach:
+class _Reached:
     """The tensors that a call reaches: `passed` ones, and others `beyond`.
 
     If modules of `fully_shard` are among them, their `engine` gathers and frees the `managed`
@@ -146,7 +146,7 @@ class _FlatCall:
     def __init__(
         self,
         fun: Callable[..., Any],
-        reach: _Reach,
+        reach: _Reached,
         wanted: Sequence[bool],
         *,
         draws: bool,
@@ -169,7 +169,7 @@ class _FlatCall:
         # The places of results that are such an operand, and that operand's.
         self.own: dict[int, int] = {}
         # The places of results that share the memory of another one.
-        self.shared: dict[int, _Shared] = {}
+        self.shared: dict[int, _SharedResult] = {}
         followed = [*reach.operands, *reach.managed]
         # A trace around would take these looks for the user's own.
         with modes.without_torch_function():
@@ -205,7 +205,7 @@ class _FlatCall:
                     for owner, step, value in self.reach.survey.assigned()
                     if any(each.grad_fn for each in trees.tensor_leaves(value))
                 ]
-            stored = [_captures.look(*place) for place in self.stored]
+            stored = [_captures.read_place(*place) for place in self.stored]
             returned: list[Tensor]
             returned, self.returned = trees.Frame.of((result, stored))
             # A captured tensor that no operator met is returned as it is.
@@ -215,7 +215,7 @@ class _FlatCall:
                 # stand-ins of that run: the gradient would end there.
                 dependent_outputs(found, tensors, self.reach.engine, self.state.made)
             elif not is_again:
-                self.constants.settle(self.state.used, self.state.kept)
+                self.constants.require_unwritten(self.state.used, self.state.kept)
                 self.state.used.clear()
                 self._note_changed(tensors, found)
             return [*found, *(tensors[place] for place in self.changed)]
@@ -232,7 +232,7 @@ class _FlatCall:
             if id(each) in places
         }
         with modes.without_torch_function():  # a trace around refuses these questions
-            self.shared = _shared(found)
+            self.shared = _shared_results(found)
 
     def with_changed(self, returned: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The results, of which some are operands that now have the gradient of what they hold."""
@@ -260,7 +260,7 @@ class _FlatCall:
         with (
             reach.survey.in_place(but=reach.managed) if is_again else _NOTHING,
             reach.engine.running() if reach.engine else engines.refused(),
-            running_again(substituted.met) if reach.beyond else _NOTHING,
+            running_again(substituted.operand_for) if reach.beyond else _NOTHING,
             substituted,
             self.numerics.applied(),
             tracer.own_parametrizations(),
@@ -268,7 +268,7 @@ class _FlatCall:
             yield
 
 
-class _Shared(NamedTuple):
+class _SharedResult(NamedTuple):
     """A result that is another one, or lies in its memory: a change of one changes the other."""
 
     owner: int
@@ -288,7 +288,7 @@ class _Shared(NamedTuple):
         return owner.as_strided(*self.layout)
 
 
-def _shared(results: Sequence[Tensor]) -> dict[int, _Shared]:
+def _shared_results(results: Sequence[Tensor]) -> dict[int, _SharedResult]:
     owners: dict[object, int] = {}
     plain = {
         index: each
@@ -298,12 +298,12 @@ def _shared(results: Sequence[Tensor]) -> dict[int, _Shared]:
     for index, each in plain.items():
         if each.untyped_storage().nbytes() == each.numel() * each.element_size() > 0:
             owners.setdefault(storage_key(each), index)
-    found: dict[int, _Shared] = {}
+    found: dict[int, _SharedResult] = {}
     for index, each in plain.items():
         owner = owners.get(storage_key(each), index)
         if owner != index and each.dtype == results[owner].dtype:
             layout = each.shape, each.stride(), int(each.storage_offset())
-            found[index] = _Shared(owner, each is results[owner], layout)
+            found[index] = _SharedResult(owner, each is results[owner], layout)
     return found
 
 
@@ -344,31 +344,31 @@ class _Substituted(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func == GET_GRAD or ASK_FOR_HISTORY.get(func) in ("is_leaf", "grad_fn"):
             require_tellable(func, args, self._is_operand)
-        args, kwargs = trees.map_tensors(self.met, (args, kwargs or {}))
+        args, kwargs = trees.map_tensors(self.operand_for, (args, kwargs or {}))
         for each in kwargs.values():
             if isinstance(each, torch.Generator):
-                self._state.meet(each)
+                self._state.note_generator(each)
         if self._state.before is None:
-            for target in _targets(func, args, kwargs):
+            for target in _written_tensors(func, args, kwargs):
                 self._constants.before_write(target, self._state)
         out = func(*args, **kwargs)
         given = set(map(id, trees.tensor_leaves((args, kwargs))))
         self._state.made |= set(map(id, trees.tensor_leaves(out))) - given
-        self._state.watch(func)
+        self._state.refuse_draws(func)
         return out
 
     def _is_operand(self, tensor: Tensor) -> bool:
         pairs = self._stand_ins.items()
         return any(id(tensor) == known or tensor is each for known, each in pairs)
 
-    def met(self, tensor: Tensor) -> Tensor:
+    def operand_for(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor, itself if nothing does; it counts as used."""
         if self._state.before is None:
             self._state.used.add(id(tensor))
         return self._stand_ins.get(id(tensor), tensor)
 
 
-def _targets(
+def _written_tensors(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
     """The tensors that a torch function of the run writes to, as far as its name tells."""
@@ -432,9 +432,9 @@ class _Constants:
         if key in self._wanted:
             raise mutates(user_line())
         for tensor in self._by_storage.get(key, ()):
-            state.keep(tensor)
+            state.note_numbers(tensor)
 
-    def settle(self, used: Set[int], kept: Iterable[Tensor]) -> None:
+    def require_unwritten(self, used: Set[int], kept: Iterable[Tensor]) -> None:
         """Forgets all but what the first run used (by ids) and left as it was.
 
         Refuses a run that wrote to one that is not `kept`, to be put back.

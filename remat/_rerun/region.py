@@ -23,7 +23,7 @@ from remat._regions.forwards import Results
 from remat._regions.functions import Batch, Pull, Roots
 from remat._regions.protocol import Asked, Batched, WithoutProgram
 from remat._rerun import fully_shard
-from remat._rerun.dependence import dependent_outputs, guard_against_others, variables
+from remat._rerun.dependence import dependent_outputs, guard_against_others, held_leaves
 from remat._rerun.state import RunState
 from remat._switches.numerics import Numerics
 from remat._torch import autograd, isolation, modes
@@ -189,7 +189,7 @@ def _accumulating(function: Flat, pull: Pull, engine: fully_shard.Engine) -> Fla
         differentiable = [output for output, _ in pairs]
         inputs = [each for each in wanted if each.requires_grad]
         if accumulates:
-            met = (variable for variable, _ in variables(differentiable))
+            met = (variable for variable, _ in held_leaves(differentiable))
             inputs += filter(engine.stands_for, met)
         if pairs and inputs:
             autograd.backward(differentiable, [each for _, each in pairs], inputs)

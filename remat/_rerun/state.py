@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from remat._generators import device_states, streams
-from remat._generators.python_and_numpy import set_to, states
+from remat._generators.python_and_numpy import drawing_from, states
 from remat._generators.trackers import Snapshot
 from remat._graph.meta import TensorMeta
 from remat._rerun import fully_shard
@@ -97,7 +97,7 @@ class RunState:
         self.used: set[int] = set()  # the ids of what operators get, in the first run
         self.made: set[int] = set()  # those of what a run has made, until the next one
 
-    def meet(self, generator: torch.Generator) -> None:
+    def note_generator(self, generator: torch.Generator) -> None:
         """Notes the state of a user's generator before the first draw from it."""
         if generator not in self.explicit and not device_states.is_default(generator):
             self.explicit[generator] = generator.get_state()
@@ -107,12 +107,12 @@ class RunState:
         """The tensors whose numbers were noted in the first run, and can be put back."""
         return [tensor for tensor, _ in self._kept]
 
-    def keep(self, tensor: Tensor) -> None:
+    def note_numbers(self, tensor: Tensor) -> None:
         """Notes the numbers of a tensor that the first run is about to write to."""
         if all(tensor is not each for each, _ in self._kept):
             self._kept.append((tensor, tensor.detach().clone()))
 
-    def watch(self, func: Callable[..., Any] | None = None) -> None:
+    def refuse_draws(self, func: Callable[..., Any] | None = None) -> None:
         """Refuses a draw from a generator in the first run if draws must come from keys."""
         # In a trace nothing is drawn, and the trace checks its own draws.
         if self.draws or is_running() or not (self.start and self.start.has_moved()):
@@ -136,7 +136,7 @@ class RunState:
         self.start = start
         try:
             yield
-            self.watch()
+            self.refuse_draws()
             self._require_constants()
         finally:
             self.start = None
@@ -169,7 +169,7 @@ class RunState:
         ended = _Randomness.take(self.devices, self.explicit)
         randomness.put_back()
         try:
-            with set_to(self.host):
+            with drawing_from(self.host):
                 yield
         finally:
             ended.put_back()

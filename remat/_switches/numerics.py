@@ -40,7 +40,7 @@ class Numerics(NamedTuple):
         precision, *switches = kernels
         autocast = tuple(
             (device, torch.get_autocast_dtype(device))
-            for device in _devices()
+            for device in _autocast_devices()
             if torch.is_autocast_enabled(device)
         )
         current = cls(
@@ -74,7 +74,7 @@ class Numerics(NamedTuple):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.settled())
             stack.enter_context(modes.with_default_device(self.default_device))
-            for device in _devices():
+            for device in _autocast_devices():
                 dtype, cache = dict(self.autocast).get(device), self.autocast_cache
                 stack.enter_context(
                     torch.autocast(device, dtype, dtype is not None, cache)
@@ -117,13 +117,13 @@ _known: dict[
 ] = {}
 
 
-def _devices() -> tuple[str, ...]:
+def _autocast_devices() -> tuple[str, ...]:
     """The kinds of devices that may autocast."""
-    return _with(torch.accelerator.current_accelerator())
+    return _devices_beside_cpu(torch.accelerator.current_accelerator())
 
 
 @functools.cache
-def _with(accelerator: torch.device | None) -> tuple[str, ...]:
+def _devices_beside_cpu(accelerator: torch.device | None) -> tuple[str, ...]:
     if accelerator is None or not torch.accelerator.is_available():
         return ("cpu",)
     return ("cpu", accelerator.type)

@@ -72,14 +72,14 @@ class Quantize(AbstractStorage):
             return _in_one_bit(value)
         num_groups = -(-value.numel() // self.group_size)
         size_bytes = -(-value.numel() * self.bits // 8)
-        size_bytes += 2 * num_groups * _kept(value).itemsize
+        size_bytes += 2 * num_groups * _scale_dtype(value).itemsize
         if not value.dtype.is_floating_point or size_bytes >= value.nbytes:
             return Stored.whole(value)
         return self._in_groups(value, place.index)
 
     def _in_groups(self, value: Tensor, index: int) -> Stored:
         """The packed numbers, the steps and the minima of the groups."""
-        kept = _kept(value)
+        kept = _scale_dtype(value)
         wide = torch.float64 if kept is torch.float64 else torch.float32
         rows = self._rows(value.reshape(-1).to(wide))
         low, high = rows.aminmax(dim=1, keepdim=True)
@@ -177,7 +177,7 @@ def _in_one_bit(value: Tensor) -> Stored:
     )
 
 
-def _kept(value: Tensor) -> torch.dtype:
+def _scale_dtype(value: Tensor) -> torch.dtype:
     """The dtype in which the minima and steps of a value's groups are kept."""
     return torch.float64 if value.dtype is torch.float64 else torch.bfloat16
 

@@ -119,7 +119,7 @@ class Shard(AbstractStorage):
                 )
             return Stored.whole(value)
         for joint in place.joints:
-            if isinstance(joint, _Gather) and _meet(
+            if isinstance(joint, _Gather) and _share_ranks(
                 joint.mesh.get_group(), self.mesh.get_group()
             ):
                 raise refuse(
@@ -152,7 +152,7 @@ class Shard(AbstractStorage):
             # Not the user's value, but what an earlier storage made of it.
             order = tuple(range(value.dim()))
         count = sum(dim is not None for dim in order)
-        groups = _groups(self.pattern)
+        groups = _axes_of_pattern(self.pattern)
         if "…" in groups:
             place = groups.index("…")
             groups[place : place + 1] = [[]] * max(count + 1 - len(groups), 0)
@@ -220,7 +220,7 @@ def _require_pattern(pattern: object, name: str | None) -> None:
         raise refuse(argument, pattern, why=why, do=do)
     example = f'as in "batch ({name} seq) d".'
     try:
-        found = [group for group in _groups(str(pattern)) if name in group]
+        found = [group for group in _axes_of_pattern(str(pattern)) if name in group]
     except EinopsError as error:
         why = f"einops cannot read it: {str(error).rstrip('.')}."
         do = f"Write the axes {example}"
@@ -236,7 +236,7 @@ def _require_pattern(pattern: object, name: str | None) -> None:
     raise refuse(argument, pattern, why=why, do=do)
 
 
-def _groups(pattern: str) -> list[Any]:
+def _axes_of_pattern(pattern: str) -> list[Any]:
     return list(parsing.ParsedExpression(pattern).composition)
 
 
@@ -308,7 +308,7 @@ def _is_cut(shard: Shard, place: Place) -> bool:
     along = [
         placement
         for dim, placement in enumerate(spread.placements)
-        if _meet(spread.mesh.get_group(dim), shard.mesh.get_group())
+        if _share_ranks(spread.mesh.get_group(dim), shard.mesh.get_group())
     ]
     if any(placement.is_partial() for placement in along):
         raise refusal(
@@ -322,7 +322,7 @@ def _is_cut(shard: Shard, place: Place) -> bool:
     return not all(placement.is_replicate() for placement in along)
 
 
-def _meet(one: Any, other: Any) -> bool:
+def _share_ranks(one: Any, other: Any) -> bool:
     """Whether two groups share more ranks than this one."""
     first, second = map(distributed.ranks_of, (one, other))
     return len({*first} & {*second}) > 1

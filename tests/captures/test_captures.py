@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from remat._captures import Survey, code_key, cover, look, recording
+from remat._captures import Survey, code_key, cover, read_place, recording
 from tests.captures.reached import (
     Affine,
     Block,
@@ -87,7 +87,7 @@ class TestReach:
         for identity, paths in seen.tensors.items():
             for path in paths:
                 steps = [step for _, step in path.path]
-                assert id(functools.reduce(look, steps, roots)) == identity
+                assert id(functools.reduce(read_place, steps, roots)) == identity
         assert [id(t) for t in covered.fetch(roots)] == [*seen.tensors]
         assert covered.check(roots)
         assert len(covered.gather(roots) or ()) == len(covered.labels)
