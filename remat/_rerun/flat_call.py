@@ -400,6 +400,8 @@ _HARMLESS = frozenset({"detach_", "rename_", "requires_grad_", "share_memory_"})
 _TRACKING = frozenset({"batch_norm", "instance_norm"})
 _WEIGHTS_FIRST = frozenset({torch.batch_norm, torch.instance_norm})
 
+_WithNumbers = Iterable[tuple[Tensor, Tensor]]  # tensors, and the numbers they held
+
 
 @final
 class _Constants:
@@ -434,7 +436,7 @@ class _Constants:
         for tensor in self._by_storage.get(key, ()):
             state.note_numbers(tensor)
 
-    def require_unwritten(self, used: Set[int], kept: Iterable[Tensor]) -> None:
+    def require_unwritten(self, used: Set[int], kept: _WithNumbers) -> None:
         """Forgets all but what the first run used (by ids) and left as it was.
 
         Refuses a run that wrote to one that is not `kept`, to be put back.
@@ -451,9 +453,9 @@ class _Constants:
             )
         self._versions = [(t, v) for t, v in self._versions if t._version == v]
 
-    def require_unchanged(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def require_unchanged(self, found: _WithNumbers) -> None:
         """Refuses a run if one of them was written to since, and is not put back."""
-        if changed := self._changed(put_back=(buffer for buffer, _ in found)):
+        if changed := self._changed(put_back=found):
             raise refusal(
                 SavedTensorModifiedError,
                 where=f"the backward of a region that reaches {changed}",
@@ -463,9 +465,9 @@ class _Constants:
                 do="Change a copy (x = x + 1 instead of x += 1), or do it after backward().",
             )
 
-    def _changed(self, put_back: Iterable[Tensor]) -> str | None:
+    def _changed(self, put_back: _WithNumbers) -> str | None:
         """What messages call one that was written to and is not put back, if one was."""
-        known = set(map(id, put_back))
+        known = {id(tensor) for tensor, _ in put_back}
         for tensor, version in self._versions:
             if tensor._version != version and id(tensor) not in known:
                 return str(self._survey.tensors[id(tensor)][0].label)

@@ -90,7 +90,7 @@ class RunState:
         # What the first run changed, buffers and captured constants, with what they held;
         # what it may change, while it runs.
         self.found: list[tuple[Tensor, Tensor]] = []
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self.kept: list[tuple[Tensor, Tensor]] = []
         # For each leaf the outputs that depend on it, a bit for each.
         self.dependent_outputs: tuple[int, ...] | None = None
         self.torch_functions = modes.torch_function_state()
@@ -102,15 +102,10 @@ class RunState:
         if generator not in self.explicit and not device_states.is_default(generator):
             self.explicit[generator] = generator.get_state()
 
-    @property
-    def kept(self) -> list[Tensor]:
-        """The tensors whose numbers were noted in the first run, and can be put back."""
-        return [tensor for tensor, _ in self._kept]
-
     def note_numbers(self, tensor: Tensor) -> None:
         """Notes the numbers of a tensor that the first run is about to write to."""
-        if all(tensor is not each for each, _ in self._kept):
-            self._kept.append((tensor, tensor.detach().clone()))
+        if all(tensor is not each for each, _ in self.kept):
+            self.kept.append((tensor, tensor.detach().clone()))
 
     def refuse_draws(self, func: Callable[..., Any] | None = None) -> None:
         """Refuses a draw from a generator in the first run if draws must come from keys."""
@@ -132,7 +127,7 @@ class RunState:
         host = states()
         # A graph that is made meanwhile has no use for these looks, and no numbers for them.
         with tracer.unrecorded():
-            self._kept = [(each, each.clone()) for each in self.buffers]
+            self.kept = [(each, each.clone()) for each in self.buffers]
         self.start = start
         try:
             yield
@@ -146,17 +141,17 @@ class RunState:
         with tracer.unrecorded():
             self.found = [
                 (buffer, old)
-                for buffer, old in self._kept
+                for buffer, old in self.kept
                 if not tensors.same_bits(buffer, old)
             ]
-        self._kept = []
+        self.kept = []
 
     def _require_constants(self) -> None:
         """Refuses a first run that wrote to a buffer what has a gradient, and undoes it."""
-        gained = [n for n, old in self._kept if n.requires_grad > old.requires_grad]
+        gained = [n for n, old in self.kept if n.requires_grad > old.requires_grad]
         if not gained:
             return
-        _copy_back(self._kept)
+        _copy_back(self.kept)
         for buffer in gained:
             buffer.detach_()
         raise gains_gradient(f"a buffer ({TensorMeta.of(gained[0])})")
