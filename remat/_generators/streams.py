@@ -59,22 +59,19 @@ def _tracker_of_stream(stream: str) -> tuple[Tracker, str]:
 
 @final
 class _Trace:
-    """The stand-ins of one trace; traces are made one at a time, or inside of another.
-
-    Attributes:
-        seeds: those that generators had when it began.
-        streams: whose stand-in has a seed, in the traces around too.
-        expected: the seed at which each stream has arrived. One that was left behind
-            turns up again where forks of one name are nested, or one is not written back.
-    """
+    """The stand-ins of one trace; traces are made one at a time, or inside of another."""
 
     def __init__(
         self, devices: Iterable[torch.device], around: "_Trace | None"
     ) -> None:
         known = filter(device_states.has, {*devices})
         self._generators = {each: device_states.get(each) for each in known}
+        # Those of generators when it began.
         self.seeds = {each: _seed(state) for each, state in self._generators.items()}
+        # Whose stand-in has a seed, in the traces around too.
         self.streams: dict[int, str] = {} if around is None else {**around.streams}
+        # The seed at which each stream has arrived. One that was left behind turns up again
+        # where forks of one name are nested, or one is not written back.
         self.expected: dict[str, int] = {}
         self._trackers: list[tuple[int, Tracker, dict[str, Any]]] = [
             (number, tracker, dict(tracker.get_states()))
@@ -143,13 +140,12 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
     """Runs a trace of user's code; trackers and generators are as before at its end."""
     with trackers.plainly():
         trace = _Trace(devices, _thread.trace)
-    changed: list[str] = []
     try:
         with attributes_as(_thread, trace=trace):
             yield
     finally:
         with trackers.plainly():
-            changed += trace.leave()
+            changed = trace.leave()
     if changed:
         raise refusal(
             SideEffectError,

@@ -118,21 +118,20 @@ class Shard(AbstractStorage):
                     do="Pass a mesh of more ranks, or leave `Shard` out.",
                 )
             return Stored.whole(value)
-        for joint in place.joints:
-            if isinstance(joint, _Gather) and _share_ranks(
-                joint.mesh.get_group(), self.mesh.get_group()
-            ):
-                raise refuse(
-                    "Shard(mesh=...)",
-                    self.mesh,
-                    why="It follows another `Shard` over the same ranks in a chain: each of "
-                    "them already holds a different part, no longer the same value.",
-                    do="Remove one of the two; a chain may shard once over each of two mesh "
-                    "dimensions.",
-                )
+        group = self.mesh.get_group()
+        before = [each.mesh for each in place.joints if isinstance(each, _Gather)]
+        if any(_share_ranks(mesh.get_group(), group) for mesh in before):
+            raise refuse(
+                "Shard(mesh=...)",
+                self.mesh,
+                why="It follows another `Shard` over the same ranks in a chain: each of them "
+                "already holds a different part, no longer the same value.",
+                do="Remove one of the two; a chain may shard once over each of two mesh "
+                "dimensions.",
+            )
         is_checked = self.replicated == "check" and place.call < _CHECKED_CALLS
         if is_checked or place.may_differ:
-            _require_replicated(value, self.mesh.get_group(), place)
+            _require_replicated(value, group, place)
         if not value.numel():
             return Stored.whole(value)
         part = cut.part(value, size, self.mesh.get_local_rank())
