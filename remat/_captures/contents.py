@@ -72,8 +72,10 @@ def _of_function(function: types.FunctionType, names: set[str]) -> Content:
             content["cell", index] = cell.cell_contents
         except ValueError:
             continue  # not yet filled
-    content |= {("default", i): v for i, v in enumerate(function.__defaults__ or ())}
-    content |= {("kwdefault", k): v for k, v in (function.__kwdefaults__ or {}).items()}
+    for index, value in enumerate(function.__defaults__ or ()):
+        content["default", index] = value
+    for key, value in (function.__kwdefaults__ or {}).items():
+        content["kwdefault", key] = value
     if not function.__dict__:
         return content
     return content | _of_namespace(function, {*names, "__wrapped__"})

@@ -41,7 +41,7 @@ class Node:
     parent: "Node | None"
     step: Step
     look: contents.Look = contents.of_roots
-    content: Content = field(default_factory=dict[Step, object])
+    content: Content = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
 
     @property
     def kind(self) -> type:
