@@ -260,6 +260,38 @@ class Biases(nn.Module):
         return x
 
 
+class Named(nn.Module):
+    """A block whose keywords are words of the planner's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3).double()
+
+    def forward(self, x: Tensor, *, name: str, module: int, forward: float) -> Tensor:
+        return torch.tanh(self.inner(x)) * len(name) * module * forward
+
+
+class OfNamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Named() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, name="ab", module=2, forward=0.5)
+        return x
+
+
+@pytest.mark.parametrize("step", [None, modules.Step(torch.Tensor.sum)])
+def test_a_block_may_have_any_keywords(step: modules.Step | None) -> None:
+    model, x = OfNamed(), seeded(5, 3)
+    plain = model(x)
+
+    modules.plan(model, budget=0.5, step=step)(x)
+
+    assert torch.equal(model(x), plain)
+
+
 def test_another_call_is_planned_again() -> None:
     """Within the same bytes; a warning says, once, what the block takes that it did not."""
     torch.manual_seed(0)
