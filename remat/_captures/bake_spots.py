@@ -11,7 +11,7 @@ from typing import Any, cast, final
 from torch import Tensor, nn
 
 from remat._captures import contents, places
-from remat._captures.covered import ABSENT, Covered, Equal, Rule, Shape, Spot
+from remat._captures.covered import ABSENT, Covered, Equal, Rule, Form, Spot
 from remat._captures.library import is_library_module, mentions, user_bases
 from remat._captures.places import MISSING, Label, Step, is_simple
 from remat._captures.walk import EVERYTHING, Node, Survey
@@ -88,7 +88,7 @@ class _Baker:
         for identity in dict.fromkeys(used):
             first, *others = self.tensors[identity]
             for other in others:
-                spots[other] = spots[other]._replace(rule=Shape("alias", (first,)))
+                spots[other] = spots[other]._replace(rule=Form("alias", (first,)))
         return spots
 
     def steps(self, node: Node) -> Iterable[Step]:
@@ -206,7 +206,7 @@ class _Baker:
         """Writes the spot of one value, and continues from each value once."""
         value = node.content[step]
         if isinstance(value, Tensor):
-            spot = self.write(node, step, Shape("tensor", (type(value),)))
+            spot = self.write(node, step, Form("tensor", (type(value),)))
             self.tensors.setdefault(id(value), []).append(spot)
             if id(value) in self.survey.nodes.keys() - self.known.keys():
                 self.known[id(value)] = spot
@@ -222,7 +222,7 @@ class _Baker:
             if not (is_library or contents.is_compared(value)):
                 self.untold.append((spot, type(value)))
         elif step[0] not in contents.AS_CLASS:
-            same = Shape("alias", (self.known[id(value)],))
+            same = Form("alias", (self.known[id(value)],))
             self.write(node, step, Equal(value) if is_simple(value) else same)
 
     def write(self, node: Node, step: Step, rule: Rule) -> int:
@@ -266,16 +266,16 @@ def _rule_to_bake(value: object) -> Rule:
     kind, is_shown = type(value), contents.shows_members(value)
     number = trackers.number_of(value)
     if number is not None:
-        return Shape("tracker", (number,))
+        return Form("tracker", (number,))
     if isinstance(value, types.FunctionType):
-        return Shape("function", (value.__code__,))
+        return Form("function", (value.__code__,))
     is_module = isinstance(value, types.ModuleType)
     if is_simple(value) or (is_module and is_library_module(value.__name__)):
         return Equal(value)
     if isinstance(value, dict):
         entries = cast("dict[Hashable, object]", value)
         if all(is_simple(key) for key in entries):
-            return Shape("keyed", (kind, tuple(entries)))
+            return Form("keyed", (kind, tuple(entries)))
     if not is_shown and isinstance(value, (list, tuple, deque, set, dict)):
-        return Shape("sized", (kind, len(cast("list[object]", value))))
-    return Shape("instance", (kind,))
+        return Form("sized", (kind, len(cast("list[object]", value))))
+    return Form("instance", (kind,))

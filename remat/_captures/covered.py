@@ -26,21 +26,21 @@ class Equal(NamedTuple):
     const: object
 
 
-class Shape(NamedTuple):
-    """What a value looks like: a line of `SHAPES`, and its fields."""
+class Form(NamedTuple):
+    """What a value looks like: a row of `FORMS`, and its fields."""
 
     name: str
     fields: tuple[Any, ...]
 
 
-Rule: TypeAlias = Equal | Shape
+Rule: TypeAlias = Equal | Form
 
 # No value is there: what was read came from elsewhere, or was missing.
 ABSENT = Equal(MISSING)
 
-# Of each shape: what it says of a value `v`, as Python, and of a value that breaks it. Its fields
+# Of each form: what it says of a value `v`, as Python, and of a value that breaks it. Its fields
 # stand for themselves if they are whole numbers, and for constants otherwise; `t` is a local name.
-SHAPES = {
+FORMS = {
     # An object of exactly this class.
     "instance": ("type({v}) is {0}", "was a {0.__qualname__} and is {now}"),
     # A tensor of any class, likely of this one.
@@ -98,11 +98,11 @@ def _name_constant(value: object, space: dict[str, Any]) -> str:
 
 def clause(rule: Rule, value: str, space: dict[str, Any]) -> str:
     """A rule, other than `ABSENT`, of a value as Python; `space` gets what that refers to."""
-    if isinstance(rule, Shape):
+    if isinstance(rule, Form):
         fields = (
             str(f) if type(f) is int else _name_constant(f, space) for f in rule.fields
         )
-        return SHAPES[rule.name][0].format(*fields, v=value)
+        return FORMS[rule.name][0].format(*fields, v=value)
     if isinstance(rule.const, _LITERAL):
         return f"{value} is {rule.const!r}"
     name = _name_constant(rule.const, space)
@@ -145,7 +145,7 @@ def _generate_check(
     for parent, step, _, rule in spots:
         reads.setdefault(parent, []).append(str(step[1]))
         bound.add(parent)
-        if isinstance(rule, Shape) and rule.name == "alias":
+        if isinstance(rule, Form) and rule.name == "alias":
             bound.update(rule.fields)
     for index, spot in enumerate(spots):
         kind, num_lines = spot.step[0], len(lines)
@@ -259,7 +259,7 @@ def _breach_in_words(spot: Spot, value: object) -> str:
     now = "gone" if value is MISSING else places.value_in_words(value)
     if isinstance(spot.rule, Equal):
         return f"{spot.label} was {places.value_in_words(spot.rule.const)} and is {now}"
-    breach = SHAPES[spot.rule.name][1].format(*spot.rule.fields, now=now)
+    breach = FORMS[spot.rule.name][1].format(*spot.rule.fields, now=now)
     return f"{spot.label} {breach}"
 
 
@@ -269,10 +269,10 @@ def _mend_spot(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -
             case Equal(const):
                 places.write_place(owner, spot.step, const)
                 undo.callback(places.write_place, owner, spot.step, value)
-            case Shape("sized", (kind, num)) if type(value) is kind in _LISTS:
+            case Form("sized", (kind, num)) if type(value) is kind in _LISTS:
                 undo.callback(places.refill, value, [*value])
                 places.refill(value, [*value, *[None] * num][:num])
-            case Shape("keyed", (kind, keys)) if type(value) is kind:
+            case Form("keyed", (kind, keys)) if type(value) is kind:
                 undo.callback(places.refill, value, {**value})
                 places.refill(value, {key: value.get(key) for key in keys})
             case _:
