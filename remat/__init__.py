@@ -2,7 +2,7 @@
 
 `_api`: the decorator; `_errors`: errors, the warning, a message of four parts; `_user_lines`: the
 "file.py:line" of the user's code behind a value, warning or error; `_version`: the version;
-`__main__`: the command line.
+`__main__`: the command line, its options and output.
 """
 
 from remat import interop, modules, policies, random, schedules, storage

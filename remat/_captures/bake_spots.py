@@ -11,7 +11,7 @@ from typing import Any, cast, final
 from torch import Tensor, nn
 
 from remat._captures import contents, places
-from remat._captures.covered import ABSENT, Covered, Equal, Rule, Form, Spot
+from remat._captures.covered import ABSENT, Covered, Equal, Form, Rule, Spot
 from remat._captures.library import is_library_module, mentions, user_bases
 from remat._captures.places import MISSING, Label, Step, is_simple
 from remat._captures.walk import EVERYTHING, Node, Survey

@@ -1,12 +1,12 @@
 """Policies: which values of the forward are saved for the backward.
 
 In comes a `Value`, out comes `Save` or `Recompute`. Each kind has a file. `_contract`: the base
-classes, what a policy sees and answers, unions and other combinations; `_as_policy`: what a user
-passes, as a policy, or shown in the error that says why not; `_by_kind`: policies without
-parameters, of everything, nothing, matrix products, attention; `_names`: globs of names; `_by_op`:
-operators or torch functions as targets, and their names; `_by_size`: bounds; `_of_jax`: JAX's ways
-to write a union, and offloading; `_budget`: a number of bytes, and a plan's decisions; `_sizes`:
-sizes shown and parsed.
+classes, what a policy sees and answers, its name in messages, unions and other combinations;
+`_as_policy`: what a user passes, a policy or a function that hashes, or the error that says why it
+is none; `_by_kind`: policies without parameters, of everything, nothing, matrix products,
+attention; `_names`: globs of names; `_by_op`: operators or torch functions as targets, and their
+names; `_by_size`: bounds; `_of_jax`: JAX's ways to write a union, and offloading; `_budget`: a
+number of bytes, and a plan's decisions; `_sizes`: sizes shown and parsed.
 """
 
 from remat.policies._as_policy import as_policy, from_callable
