@@ -7,8 +7,8 @@ a `Covered` (`covered`), which for *any* roots of the same code fetches the capt
 and checks that the covered state is what it was; docs/limits.md says what that is, and what is
 never checked. An attribute that was not read is not covered: equal layers that differ in
 `layer_idx` share a trace. `contents`: the values at an object's places, by its sort; `places`: one
-step to a value (read, written, named), simple values compared; `library`: whose code it is, the
-user's or a library's, and what it mentions.
+step to a value (read, written, refilled, named), simple values compared; `library`: whose code it
+is, the user's or a library's, and what it mentions.
 """
 
 from remat._captures.bake_spots import cover
