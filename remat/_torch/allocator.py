@@ -1,6 +1,6 @@
 """What a run takes from the allocator of its device, buffers inside kernels included.
 
-Obsolete when torch counts for CPUs what `torch.accelerator.memory_stats` counts.
+Obsolete when torch counts for CPUs what `torch.cuda.memory_stats` does.
 """
 
 # pyright: reportPrivateUsage=false
@@ -22,11 +22,14 @@ def is_profiled() -> bool:
 
 
 def most_allocated(run: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that a run allocated at one time; of an accelerator, all that it allocated."""
+    """The most bytes that a run allocated at one time.
+
+    Of an accelerator all that it allocated, at one time or not; 0 where its allocator does not count.
+    """
     if device.type != "cpu":
-        before = torch.accelerator.memory_stats(device).get(_ALLOCATED, 0)
+        before = _allocated_so_far(device)
         run()
-        return torch.accelerator.memory_stats(device).get(_ALLOCATED, 0) - before
+        return _allocated_so_far(device) - before
     # Unlike `torch.profiler`, this one prints nothing, and fails where another one runs.
     config = ProfilerConfig(
         ProfilerState.CPU,
@@ -44,3 +47,9 @@ def most_allocated(run: Callable[[], object], device: torch.device) -> int:
         events = itertools.chain(*_autograd._disable_profiler_legacy())
     changes = [e.cpu_memory_usage() for e in events if e.kind() == "memory_alloc"]
     return max(itertools.accumulate(changes), default=0)
+
+
+def _allocated_so_far(device: torch.device) -> int:
+    module: Any = torch.get_device_module(device)
+    counts = hasattr(module, "memory_stats")
+    return module.memory_stats(device).get(_ALLOCATED, 0) if counts else 0
