@@ -121,7 +121,8 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
     for index, value in enumerate(values):
         if value.op is not None and not value.is_backward:
             values[index] = dataclasses.replace(value, rank=next(ranks))
-            effects += [index] if has_effect(value) else []
+            if has_effect(value):
+                effects.append(index)
     outputs = _clone_shared(joint, values)
     graph = dataclasses.replace(joint.graph, values=tuple(values))
     held = (*(new for _, new in joint.mutations), *(Ref(index) for index in saved))

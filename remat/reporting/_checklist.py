@@ -167,8 +167,8 @@ def _bytes_by_layer(found: Report, plain: Report) -> _Answer:
         for region in found.regions
         for layer in region.layers
     )
-    sizes = map(show_size, (found.held_bytes, plain.held_bytes))
-    figure = f"{layers}; all {', without remat '.join(sizes)}"
+    held, without = show_size(found.held_bytes), show_size(plain.held_bytes)
+    figure = f"{layers}; all {held}, without remat {without}"
     return _pass_or_fail(found.held_bytes < plain.held_bytes), figure
 
 

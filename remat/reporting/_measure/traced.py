@@ -138,7 +138,7 @@ class RegionTrace:
         return found
 
     def waits(self, position: int) -> Waits | None:
-        """Of the saved value or operand at a place; None if it depends on numbers."""
+        """What a saved value, or an operand after these, holds; None if numbers decide."""
         saved = self.cut.saved
         if position < len(saved):
             held = self._saved(saved[position])
