@@ -179,10 +179,6 @@ class Shares:
         if found is None:  # the bytes in all are too few, which the split says
             found = self.split(int(total))
         if loads.peak(found) > limit:
-            # To save least may peak lower than what HiGHS came upon in its few branches.
-            least = self._plans([self._frontiers[kind][0][0] for kind in self._kinds])
-            found = min(found, least, key=loads.peak)
-        if loads.peak(found) > limit:
             return Search(found, False)
         peak, cost = loads.peak(found), sum(each.recompute_cost for each in found)
         cheaper = taken(limit, (1 - _APART) * cost, soft=2) if cost else None

@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from remat import BudgetError, Fit, TraceError, fit, policies, remat, storage
-from remat.planners._shared_budget import MultipleChoice
 from tests.support import LiveBytes, assert_bitwise, seeded
 
 pytestmark = pytest.mark.contract
@@ -131,28 +129,6 @@ def test_where_nothing_fits() -> None:
         BudgetError, match=r"within 1000 bytes.*Most would help: a smaller optimizer"
     ):
         fit(step, peak=1000, optimizer=20.0)(*args)
-
-
-def test_the_lowest_peak_is_at_most_that_of_saving_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whatever the solver comes upon in its few branches, here the points that save most."""
-    take = MultipleChoice.take
-
-    def take_most(
-        program: MultipleChoice, limits: Any, soft: int | None = None, nodes: int = 0
-    ) -> Any:
-        if soft is None:
-            return take(program, limits, soft, nodes)
-        return np.append(np.diff(program.kinds) > 0, True).astype(np.int64)
-
-    monkeypatch.setattr(MultipleChoice, "take", take_most)
-    step, args = made(remat(plain_block), remat(plain_head))
-    nothing = fit(step, peak="1GiB", allow=policies.nothing_saveable)(*args)
-
-    with pytest.raises(BudgetError, match="Pass peak=") as refused:
-        fit(step, peak=1)(*args)
-    assert f"Pass peak={nothing.predicted_peak_bytes}." in str(refused.value)
 
 
 def test_what_has_no_plan_is_refused() -> None:
