@@ -9,6 +9,7 @@ comes beside them by what it reads and writes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import statistics
 import time
@@ -95,7 +96,7 @@ def _measured(metas: Iterable[TensorMeta]) -> Costs:
         if is_free(value):
             return 0
         if isinstance(value.op, Applied) and value.op.loops:
-            raise _endless(value)
+            raise _not_on_zeros(value, "Its loop may never end on these.")
         return _once(_times_ns, _time_ns, value, graph.values)
 
     return cost
@@ -125,12 +126,12 @@ def _measured_workspace(value: Value, values: Sequence[Value] = ()) -> int:
     return _once(_workspaces, _workspace_bytes, value, values)
 
 
-def _endless(value: Value) -> PolicyError:
+def _not_on_zeros(value: Value, why: str) -> PolicyError:
     return refusal(
         PolicyError,
-        where=f"{operators.short_name(value.op)} at {value.source or 'the backward'}",
-        what="cannot be timed.",
-        why="On the zeros that operators are timed with, its loop may never end.",
+        where=" at ".join(filter(None, (operators.short_name(value.op), value.source))),
+        what="cannot be run on zeros, as operators are to be measured.",
+        why=why,
         do='Pass costs="flops".',
     )
 
@@ -171,11 +172,15 @@ def _on_zeros(value: Value, values: Sequence[Value]) -> Generator[Callable[[], o
 
     def zeros(use: int) -> Tensor:
         (meta,) = metas_in(values[use].meta)
-        return meta.empty().zero_()
+        # Programs compute with the parts of this rank, and nobody else may be there to answer.
+        return dataclasses.replace(meta, placement=None).empty().zero_()
 
     with device_states.put_back(drawn), isolation.isolated(), torch.no_grad():
         args, kwargs = replace_refs((value.args, value.kwargs), zeros)
-        yield lambda: op(*args, **dict(kwargs))
+        try:
+            yield lambda: op(*args, **dict(kwargs))
+        except RuntimeError as error:
+            raise _not_on_zeros(value, f"{error}".partition("\n")[0]) from error
 
 
 def finish_work(devices: Iterable[torch.device]) -> None:

@@ -341,7 +341,7 @@ def plan(
             or if nothing fits into free memory; the message names the smallest budget
             that works.
         PolicyError: `budget` is neither a size nor a budget; or `costs="measured"` and the
-            arguments have no data, or a profiler runs.
+            arguments have no data, a profiler runs, or an operator does not run on zeros.
         ValueError: `solver` or `costs` has a value that it cannot have.
 
     Example:

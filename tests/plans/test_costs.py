@@ -1,5 +1,6 @@
 """`costs="measured"`: what is recomputed is what takes least time, wherever a budget is given."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from remat import PolicyError, fit, modules, plan, policies, remat, storage
-from remat._graph.values import Value
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Ref, Value
 from remat._partition import costs
 from remat._plans.plan import Planner
 from remat._plans.shares import Shares
@@ -133,6 +135,16 @@ def test_a_region_without_numbers_is_not_timed() -> None:
 
     with pytest.raises(PolicyError, match="without data, on the meta device"):
         region(*(each.to("meta") for each in leaves()))
+
+
+def test_a_dtensor_is_measured_as_the_part_of_this_rank() -> None:
+    """Without a word to the others, who may not plan."""
+    part = TensorMeta.of(seeded(4))
+    spread = Value(None, meta=dataclasses.replace(part, placement=object()))
+    step = Value(torch.ops.aten.neg.default, (Ref(0),), meta=part)
+
+    assert costs._time_ns(step, [spread]) > 0
+    assert costs._workspace_bytes(step, [spread]) == 0
 
 
 def test_it_prints_what_makes_it() -> None:

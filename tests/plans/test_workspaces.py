@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from remat import PolicyError, fit, modules, plan, policies, remat
+from remat._partition import costs
 from tests.benchmarks.memory import allocated
 from tests.support import seeded
 
@@ -44,15 +46,33 @@ def test_the_peak_is_what_the_allocator_gives(kind: str) -> None:
     assert found.predicted_peak_bytes == allocated(step).peak
 
 
-def test_without_it_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["flops", "measured"])
+def test_kernels_run_where_costs_are_measured(
+    monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
     function, weight = convolved("plain")
-    monkeypatch.setattr("remat._torch.allocator.most_allocated", _not_expected)
+    most_allocated = Mock(return_value=0)
+    monkeypatch.setattr(costs, "_workspaces", {})
+    monkeypatch.setattr("remat._torch.allocator.most_allocated", most_allocated)
 
-    plan(function, budget=2**30)(weight, IMAGES)
+    plan(function, budget=2**30, costs=by)(weight, IMAGES)
+
+    assert most_allocated.called == (by == "measured")
 
 
-def _not_expected(*_: object) -> int:
-    raise AssertionError("a kernel ran")
+def test_what_does_not_run_on_zeros_is_refused() -> None:
+    """By its name and line, in a region and around it."""
+
+    def drawn(w: Tensor) -> Tensor:
+        return (w * torch.multinomial(w.detach().exp(), 4, replacement=True)).sum()
+
+    region = remat(lambda w: w.tanh().sum())
+    told = r'.*cannot be run on zeros.*Pass costs="flops"\.'
+    line = r" at test_workspaces.py:\d+"
+    with pytest.raises(PolicyError, match=f"^aten.multinomial{line}:? {told}"):
+        plan(remat(drawn, rng="preserve"), budget=1.0, costs="measured")(seeded(4))
+    with pytest.raises(PolicyError, match=f"^aten.multinomial:? {told}"):
+        fit(lambda w: drawn(w) + region(w), peak=2**30, costs="measured")(seeded(4))
 
 
 def test_a_fitted_step_is_what_the_allocator_gives() -> None:
