@@ -24,7 +24,7 @@ from remat._captures.contents import WATCHED
 from remat._captures.walk import EVERYTHING, Survey
 from remat._torch.attributes import attributes_as
 
-# The file name of generated checks.
+# The file name of generated checks, which tells their reads from the user's.
 GENERATED = "<remat captures>"
 
 # These look one name up in the instance dictionary: a read of that, not of all.

@@ -37,7 +37,8 @@ _tracing = threading.RLock()
 unrecorded: Callable[[], contextlib.AbstractContextManager[Any]] = (
     proxy_tensor.disable_proxy_modes_tracing
 )
-#: Whether `torch.jit.trace` records; a call of torch.jit.is_tracing costs a frame more.
+#: Whether `torch.jit.trace` records; a call of torch.jit.is_tracing costs a frame more. Obsolete
+#: when torch has no TorchScript.
 is_in_torchscript: Callable[[], bool] = torch._C._is_tracing
 
 
@@ -47,20 +48,15 @@ def load_tracer() -> None:
 
 
 def traceable(func: Any) -> Any:
-    """The function itself, or one that does the same without reading numbers.
-
-    `F.one_hot` checks its classes by value unless the tensor is a fake one. It cannot see
-    that if a level of torch.func inside the trace (forward mode over reverse mode) wraps the
-    fake tensor. Obsolete when it can.
-
-    `nn.Parameter` calls `requires_grad_` of a fake tensor, but not of another, and every level
-    of torch.func refuses that. Obsolete when it makes both in one way.
-    """
+    """The function itself, or one that does the same in a trace."""
     return _TRACEABLE.get(func, func)
 
 
 def _traceable_requires_grad(tensor: Tensor, requires_grad: bool = True) -> Tensor:
-    """What `nn.Parameter` calls of fake tensors alone; every level of torch.func refuses it."""
+    """What `nn.Parameter` calls of fake tensors alone; every level of torch.func refuses it.
+
+    Obsolete when it makes all parameters in one way.
+    """
     is_own = levels.is_wrapped(tensor)
     with contextlib.nullcontext() if is_own else levels.leave_functorch():
         return tensor.requires_grad_(requires_grad)
@@ -70,6 +66,7 @@ def _traceable_one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     """Checks no class by value, as `F.one_hot` does unless it sees that a tensor is a fake one.
 
     It does not if a level of torch.func inside the trace (as of `jvp(grad)`) wraps the fake.
+    Obsolete when it does.
     """
     if num_classes < 0 or tensor.dtype != torch.int64:
         return torch.nn.functional.one_hot(tensor, num_classes)
