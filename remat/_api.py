@@ -107,7 +107,8 @@ def remat(
             "keys" for functions, "preserve" for modules and their methods.
         engine: "trace" recomputes by a program that was traced from the function; "rerun"
             runs the Python function again, for functions that cannot be traced; "auto"
-            traces; calls whose trace is refused run again from then on. It warns once.
+            traces, and where a trace is refused runs such calls again from then on, with
+            one warning.
         backend: "inductor" compiles the region's programs with Inductor, also under
             torch.func; the numbers then agree to rounding. None runs operator by operator.
         dynamic_shapes: whether one trace serves all sizes of the arguments' dimensions,

@@ -54,16 +54,17 @@ _numbers = itertools.count(1)
 def register_tracker(tracker: Tracker) -> TrackerHandle:
     """Has regions with `rng="preserve"` keep the states of a tracker.
 
-    A tracker is any object with `get_states()`, which returns a dict from names to generator
-    states (tensors, as of `torch.get_rng_state()`, or generators of torch), and
-    `set_states(states)`, which takes one: `CudaRNGStatesTracker` of Megatron and of
-    TransformerEngine, whose `fork(name)` draws from a named state.
+    A tracker is any object with `get_states()`, which returns a dict from names to
+    generator states, and `set_states(states)`, which takes one: `CudaRNGStatesTracker` of
+    Megatron and of TransformerEngine, whose `fork(name)` draws from a named state. The
+    states are tensors, as `torch.get_rng_state()` returns them, or generators of torch.
 
     Laws: a region takes the states by value when it is called; its recomputation draws the
     same numbers from them, and leaves the tracker as it found it; the forward moves it as
-    without remat. While a function is traced, the states are stand-ins: a fork means the state
-    of that name, whatever that is at the call, and no other thread may fork meanwhile. What a
-    function does to a tracker besides forking it needs `engine="rerun"`.
+    without remat. With `engine="trace"` the states of a tracker are stand-ins while a
+    function is traced: a fork means the state of that name, whatever that is at the call,
+    and no other thread may fork meanwhile. What a function does to a tracker besides
+    forking it needs `engine="rerun"`.
 
     Args:
         tracker: what to register; it is held until its registration ends.

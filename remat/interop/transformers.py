@@ -65,7 +65,8 @@ def enable(
         tiled_loss: in how many tiles the logits are computed for the loss, or a size (see
             `layers.tiled_cross_entropy`). The model's `logits` are computed when something
             else reads them; a model that changes them before its loss gets them whole.
-        tiled_mlp: likewise for the modules named `mlp`, along the sequence (`layers.tiled`).
+        tiled_mlp: in how many tiles along the sequence the modules named `mlp` run, or a
+            size (see `layers.tiled`).
         **options: further options of `remat`. The default of `rng` is "preserve"; a layer
             that cannot be traced (experts that are chosen in a Python loop) needs
             `engine="rerun"`, or "auto" where others can be.

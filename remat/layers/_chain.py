@@ -70,7 +70,12 @@ def chain(
 @final
 @dataclass(frozen=True)
 class Chain:
-    """What `chain` returns: the functions, and how they are run."""
+    """What `chain` returns.
+
+    Attributes:
+        fs: the functions.
+        schedule: how they are run.
+    """
 
     fs: tuple[Callable[[Any], Any], ...]
     schedule: AbstractSchedule | None = None

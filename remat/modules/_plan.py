@@ -36,7 +36,8 @@ class ModulePlanRow:
         name: the block's qualified name.
         plan: what the call saves, and what that costs.
         input_bytes: what its inputs hold, those of calls before it and parameters aside.
-        gradient_bytes: its parameters' gradients, which its last call makes first.
+        gradient_bytes: what the gradients of the block's parameters take, which its last
+            call makes first.
     """
 
     name: str
@@ -56,7 +57,8 @@ class ModulePlan:
         rows: the calls of blocks, in order.
         budget_bytes: the most that all blocks may hold together.
         timeline: what lives in the whole step, where `step` was given.
-        beside: the points that recompute less and more, where the peak had a limit.
+        beside: the points beside this one, which recompute less and more, where there was
+            a limit of the peak.
     """
 
     rows: tuple[ModulePlanRow, ...]
@@ -140,7 +142,8 @@ def plan(
         model: the model; regions that `apply` put in its blocks are replaced.
         budget: the most that the blocks save in one call of the model, as
             `policies.budget` takes it, or such a policy, with its `allow`; a float in (0, 1]
-            is a fraction of what the blocks hold without remat. None: what `peak` lets.
+            is a fraction of what the blocks hold without remat. None means as much as `peak`
+            lets.
         peak: the most that the blocks may hold and make at once in a step, with their inputs
             and the gradients of their parameters: `predicted_peak_bytes`. As
             `policies.budget` takes it.
@@ -153,7 +156,8 @@ def plan(
         costs: what as little as possible is recomputed of, as `policies.budget` takes it.
 
     Returns:
-        A callable that takes the arguments of a call of the model, and gives the choice.
+        A callable that takes the arguments of a call of the model, and returns what was
+        chosen.
 
     Raises:
         ValueError: there are no blocks, they nest, a call of the model does not reach one of
@@ -176,7 +180,8 @@ def plan(
 
     References:
         Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019,
-        https://arxiv.org/abs/1911.13214, decides by whole blocks, not by values.
+        https://arxiv.org/abs/1911.13214, decides for chains by whole blocks; here each
+        block decides by values.
     """
     bound = as_budget(budget, peak, "modules.plan(budget=...)", costs)
 

@@ -26,7 +26,13 @@ from remat.storage import AbstractStorage, Keep
 @final
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor that an operator took, as a policy sees it."""
+    """A tensor that an operator took, as a policy sees it.
+
+    Args:
+        shape: the sizes of its dimensions.
+        dtype: its dtype.
+        device: where it is.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -158,7 +164,10 @@ class AbstractPolicy(abc.ABC):
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """The globs that it mentions, by default none; each is meant to match some name."""
+        """The name globs that the policy mentions; each is meant to match some name.
+
+        By default none: an operator's or a size's policy looks at no names.
+        """
         return ()
 
     @abc.abstractmethod
@@ -176,12 +185,16 @@ class AbstractPolicy(abc.ABC):
 
     @staticmethod
     def glob_matches(glob: str, name: str) -> bool:
-        """Returns whether the whole of a name fits a glob.
+        """Returns whether a name fits a glob.
 
         Args:
-            glob: a pattern of `fnmatch`, in which case counts; a name fits itself, whatever
-                characters it has.
+            glob: a pattern of `fnmatch`: `*` any text, `?` one character, `[ab]` one of
+                these. Case counts, and the whole name must fit. A name fits itself,
+                whatever characters it has.
             name: a name that `checkpoint_name` gave.
+
+        Returns:
+            Whether the name fits.
 
         Example:
             >>> from remat import policies

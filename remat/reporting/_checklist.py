@@ -38,7 +38,8 @@ class Check:
 
     Attributes:
         question: what is asked.
-        verdict: "pass", "fail", "not applicable", or "not measured" where it cannot be.
+        verdict: "pass", "fail", "not applicable", or "not measured" for a figure that
+            cannot be known here.
         figure: the measurement, and what it is compared with.
     """
 
@@ -83,12 +84,14 @@ def checklist(
     Seven rows, each "pass", "fail", "not applicable" or "not measured":
 
     - activation bytes by layer: regions hold less than the same step without remat;
-    - parameters apart: no copy of one (cast, transposed) is held as an activation;
+    - parameters apart: no copy of a parameter (a cast, a transposed copy) is held as an
+      activation;
     - recompute overhead: at most one forward's FLOPs are computed again;
     - determinism: two backwards of one forward give the same bits;
     - attention once: no region computes an attention again in its backward;
-    - throughput and largest batch: with remat more fits into the device's memory; that
-      batch is extrapolated from this one, and examples or tokens per second given;
+    - throughput and largest batch: with remat more fits into the device's memory; both
+      that batch, extrapolated from this one, and the examples or tokens per second are
+      given;
     - gradients: those of the undecorated function, to the last bit, or to rounding where
       sums are taken in another order, such as those of a weight that two calls share.
 
@@ -107,7 +110,8 @@ def checklist(
         The rows, which print as a table.
 
     Raises:
-        RematError: `f` returns nothing that requires grad, or has no tensor `tokens_of`.
+        RematError: `f` returns nothing that requires grad, or has no tensor of the name
+            `tokens_of`.
 
     Example:
         >>> import torch

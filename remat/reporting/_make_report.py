@@ -46,7 +46,8 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     require grad, captured ones included, or, if there are none, every floating tensor
     argument. The caller's state does not change: no `.grad` is written, and buffers,
     generators and arguments are restored. To see what is held, the report unpacks what
-    saved-tensor hooks of other libraries packed. It resets accelerators' peak bytes.
+    saved-tensor hooks of other libraries packed. It resets the peak statistics of an
+    accelerator's allocator.
 
     Args:
         f: a loss, a module, a region, or any function, with or without regions inside;

@@ -38,8 +38,9 @@ class NamedValue:
         source: the user's "file.py:line" that made it.
         forward: a copy of what the forward computed.
         recomputed: a copy of what the backward computed again; None if it did not,
-            because the value was saved, or because no gradient needs it. That
-            of a scheduled stack, or of a transform inside the function, is not followed.
+            because the value was saved, or because no gradient needs it. Recomputation
+            by a scheduled stack, or by a transform inside the function, is not
+            followed.
     """
 
     name: str
@@ -139,7 +140,8 @@ def named_values(
     aliases of the arguments. The caller's state does not change. Each value is copied.
 
     Args:
-        f: a function with or without regions. Names outside regions are listed, too.
+        f: a function with or without regions. Names outside regions are listed too,
+            with nothing recomputed.
         *args: its arguments.
         **kwargs: likewise.
 
@@ -148,7 +150,8 @@ def named_values(
         A tensor that has two names is listed by each.
 
     Raises:
-        RematError: `f` returns nothing that requires grad, or a tensor is on the meta device.
+        RematError: `f` returns nothing that requires grad, or a tensor is on the meta
+            device and has no numbers.
 
     Example:
         >>> import torch

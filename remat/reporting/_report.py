@@ -37,8 +37,10 @@ class Report(Facts):
         held_bytes: what lives between forward and backward.
         elsewhere_bytes: what waits in host memory, on another device than the value's,
             or in files; not included in the held bytes and the peak.
-        outside_bytes: the part of these that plain autograd holds, not a region.
-        output_bytes: the part that lives only because it was returned.
+        outside_bytes: the part of the held bytes that plain autograd holds, not a
+            region.
+        output_bytes: the part of the held bytes that lives only because it was
+            returned.
         peak: the moment at which most lived, gradients included.
         allocator_peak_bytes: the same by the device's allocator, which rounds sizes up and
             sees buffers inside kernels; None on other devices.
@@ -54,7 +56,8 @@ class Report(Facts):
         backward_s: seconds in those of the backward, recomputation included.
         recompute_s: seconds in those that ran again.
         regions: one row a region: one function under one policy, at all its signatures.
-        values: the held values, equal ones of several calls folded, the largest first.
+        values: the held values, equal ones of several calls folded, the largest first; the
+            text shows ten of them.
         recomputed: the values that regions compute again, likewise.
         unmatched: (policy, glob) of names that match no value in any region.
         suggestion: one next step.
@@ -74,7 +77,8 @@ class Report(Facts):
         """All figures as JSON; the schema's name is its first entry.
 
         Records become objects with the attributes as keys; sizes are in bytes, times in
-        seconds; a dtype is its name, "bfloat16". "remat.report/1" only ever gains keys.
+        seconds; a dtype is its name, "bfloat16". Keys are only ever added under the name
+        "remat.report/1".
         """
         return to_json("remat.report/1", self)
 

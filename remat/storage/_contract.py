@@ -82,8 +82,9 @@ class AbstractStorage(abc.ABC):
     def held(self, meta: TensorMeta) -> Held:
         """Tells what a value will hold while it waits, without storing it.
 
-        Unless a class answers otherwise, `store` is called once with a fake tensor of torch,
-        and what it returns is counted. If it needs numbers, this is the whole value, as a bound.
+        Unless a class answers otherwise, `store` is called once with a tensor that has no
+        numbers, one of torch's fake tensors, and what it returns is counted. If it has to
+        see numbers, the answer is the whole value, as a bound.
 
         Args:
             meta: the value's shape, strides, dtype and device; of a DTensor those of this

@@ -123,7 +123,8 @@ def first_difference(
     look under a transform, pass both functions transformed:
     `first_difference(torch.func.vmap(f), torch.func.vmap(g))`. Operators that only one
     of the functions runs are skipped: if they differ in one of these, the first
-    operator after it that both run is reported. It copies every value.
+    operator after it that both run is reported. It holds a copy of every value that
+    either computes.
 
     Args:
         f: the function to agree with; the names and lines in the answer are its own.

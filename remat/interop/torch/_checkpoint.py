@@ -172,10 +172,12 @@ def checkpoint(
         use_reentrant: both values run the same implementation, which does what torch's
             non-reentrant variant does. True refuses what torch refuses with it.
         preserve_rng_state: whether the recomputation draws the same random numbers. If
-            it is False, a function that draws raises; torch's gradients would be wrong.
+            it is False, a function that draws raises, where torch's gradients would be
+            wrong.
         context_fn: makes the contexts of `create_selective_checkpoint_contexts`, ours
             or torch's; other contexts raise.
-        determinism_check: "default" or "none". A trace is always one program.
+        determinism_check: "default" or "none". A traced function is one program, and cannot
+            differ from itself.
         debug: warns: errors always name the operator and the line.
         early_stop: False warns, because a traced recomputation always runs only what
             some gradient needs. `engine="rerun"` always runs the whole function. As in

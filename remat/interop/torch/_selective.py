@@ -166,7 +166,8 @@ def create_selective_checkpoint_contexts(
             saved; or a function `(ctx, op, *args, **kwargs)` that answers a
             `CheckpointPolicy`, or a bool. It must answer alike when asked alike.
         allow_cache_entry_mutation: in torch, lets the function change a saved output in
-            place. Here it always may: what is saved is what the operator made.
+            place. Here this is always allowed: the saved value is what the operator
+            made.
 
     Returns:
         Two contexts, for `checkpoint(..., context_fn=...)`.

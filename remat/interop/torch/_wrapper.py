@@ -60,7 +60,8 @@ def checkpoint_wrapper(
         The module itself, with a region around its `forward`.
 
     Raises:
-        NotImplementedError: another `checkpoint_fn`, or an option not possible here.
+        NotImplementedError: there is another `checkpoint_fn`, or an option asks for what a
+            region cannot do.
         TypeError: there is no such option.
 
     Example:

@@ -102,7 +102,8 @@ def comparison_figure(
     Args:
         own: (bytes, seconds), by policy.
         peers: likewise, by what another library calls it; drawn as filled markers.
-        spreads: of the seconds, by policy; what is faster by less than both is not.
+        spreads: of the seconds, by policy; one that is faster by less than its own and the
+            other's is not.
         title: what was measured.
 
     Raises:
