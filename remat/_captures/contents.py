@@ -184,9 +184,21 @@ def _at(*steps: Step) -> "Look":
     return look_at
 
 
+# Of regions, chains and tiled functions.
+_OF_WRAPPERS = {
+    "__wrapped__",
+    "settings",
+    "fs",
+    "schedule",
+    "pattern",
+    "tiles",
+    "reduce",
+}
+
+
 def _of_wrapper(owner: object, _: set[str]) -> Content:
-    """Of our own regions and chains, and of cached functions: what they wrap, and options."""
-    return _of_namespace(owner, {"__wrapped__", "settings", "fs", "schedule"})
+    """Of our own wrappers, and of cached functions: what they wrap, and options."""
+    return _of_namespace(owner, _OF_WRAPPERS)
 
 
 def _of_namespace(owner: object, names: set[str]) -> Content:

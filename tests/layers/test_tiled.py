@@ -26,7 +26,15 @@ from remat import (
 )
 from remat.layers import Tiled, tiled
 from remat.testing import assert_equivalent
-from tests.support import LiveBytes, assert_close, daily, grads, seeded, swept
+from tests.support import (
+    LiveBytes,
+    assert_bitwise,
+    assert_close,
+    daily,
+    grads,
+    seeded,
+    swept,
+)
 
 pytestmark = [
     pytest.mark.contract,
@@ -178,6 +186,15 @@ def test_is_nested_in_regions_in_scans_and_in_itself():
     ):
         names = ["backward", "grad", "vmap(grad)"]
         assert_equivalent(plain, inner, transforms=names, exact=False)(X, W, V)
+
+
+def test_a_region_around_sees_that_the_number_of_tiles_changed():
+    loss = tiled(total, "b (tile s) d, ... -> ", tiles=2)
+    around = remat(lambda x, w: loss(x, w))
+    grads(around, [X, W])
+    loss.tiles = 4
+    assert_bitwise(grads(around, [X, W]), grads(loss, [X, W]))
+    assert around.cache_info().misses == 2
 
 
 def test_a_region_around_does_not_hold_what_judges_the_tiles():
