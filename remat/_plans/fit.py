@@ -1,4 +1,4 @@
-"""`fit`: policies for the regions of a training step, whose peak stays within a limit."""
+"""`fit`: policies and tiles for a training step, whose peak stays within a limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from remat._plans.recording import (
     require_no_transform,
     without_data,
 )
-from remat._plans.shares import Shares
+from remat._plans.shares import Search, Shares
+from remat._plans.tiles import TilesRow, with_tiles
 from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._switches.blocks import standing_in
 from remat._torch import trees
@@ -35,6 +36,9 @@ from remat.policies._sizes import show_size
 _Region = DecoratedFunction[..., Any]
 _Call = tuple[_Region, tuple[Any, ...], dict[str, Any]]
 """A region and the arguments of one call of it, without data."""
+
+_Attempt = tuple[Search, tuple[Recording, list[_Region], Shares]]
+"""A search, and what was recorded, the regions of the calls, and their budgets."""
 
 _WHERE = "fit(peak=...)"
 
@@ -68,17 +72,19 @@ class FitRow:
 @final
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Policies for the regions of a step, and the peak that they come to.
+    """Policies and tiles for a step, and the peak that they come to.
 
     Attributes:
         rows: the regions, in the order of their first calls.
         timeline: what lives in the step.
         beside: the points beside this one, which recompute less and more.
+        tiles: the functions that are to run in more tiles than they do.
     """
 
     rows: tuple[FitRow, ...]
     timeline: Timeline
     beside: str = ""
+    tiles: tuple[TilesRow, ...] = ()
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -86,13 +92,19 @@ class Fit:
         return self.timeline.peak.size_bytes
 
     def apply(self) -> None:
-        """Gives the regions their policies, in place; each is traced again for its own."""
+        """Gives the regions their policies and functions their tiles, in place.
+
+        Each region is traced again for its own.
+        """
         for row in self.rows:
             row.region.decide_by(row.policy)
+        for row in self.tiles:
+            row.apply()
 
     def __str__(self) -> str:
-        """A line for each region, the moments of the peak, and the points beside."""
-        parts = [*map(str, self.rows), str(self.timeline), self.beside]
+        """A line for each region and each number of tiles, the peak, and the points beside."""
+        rows = map(str, (*self.rows, *self.tiles))
+        parts = [*rows, str(self.timeline), self.beside]
         return "\n".join(filter(None, parts))
 
 
@@ -104,18 +116,19 @@ def fit(
     allow: object = None,
     costs: str = "flops",
 ) -> Callable[..., Fit]:
-    """Chooses policies for the regions of a training step, so that its peak keeps to a limit.
+    """Chooses policies and tiles for a training step, so that its peak keeps to a limit.
 
     The step is called on tensors without data, with stand-ins for the regions that it calls,
     and differentiated by autograd; each byte that lives is counted. Then a budget for each
     region is chosen, so that what is recomputed costs as little as was found within the
-    limit. Nothing of the step is computed, and arguments on the meta device will do.
+    limit. Functions of `layers.tiled` get more tiles where these let it fit, or clearly less
+    be recomputed. Nothing of the step is computed, and arguments on the meta device will do.
 
     Laws: `predicted_peak_bytes` is at most the limit. Nothing changes before `Fit.apply`.
 
     Args:
-        step: from parameters and a batch to the loss, a number. Its regions are functions
-            that were decorated outside of it.
+        step: from parameters and a batch to the loss, a number. Its regions and tiled
+            functions were decorated outside of it.
         peak: the most bytes that may live at once in the step: parameters, their gradients,
             the optimizer's state and step, the batch, what regions hold and make, and what
             runs around them. As `policies.budget` takes it.
@@ -154,17 +167,21 @@ def fit(
     bound = as_budget(budget(allow=allow, peak=peak), None, _WHERE, costs)
 
     def fitted(*args: Any, **kwargs: Any) -> Fit:
-        recording, calls = _recorded(step, args, kwargs, optimizer, bound.costs)
-        regions = [each for each, _, _ in calls]
+        def attempt(is_rough: bool) -> _Attempt:
+            recording, calls = _recorded(step, args, kwargs, optimizer, bound.costs)
+            regions = [each for each, _, _ in calls]
+            planners = [Planner(*each, bound) for each in calls]
+            shares = Shares(planners, list(map(id, regions)), is_rough=is_rough)
+            limit = _limit(bound, recording, (args, kwargs))
+            search = shares.within(limit, loads_of(recording))
+            return search, (recording, regions, shares)
+
+        (search, rest), tiles = with_tiles(attempt)
+        recording, regions, shares = rest
         names = [f"{_name(each)} #{place}" for place, each in enumerate(regions)]
-        shares = Shares(
-            [Planner(*each, bound) for each in calls], list(map(id, regions))
-        )
-        limit = _limit(bound, recording, (args, kwargs))
-        search = shares.within(limit, loads_of(recording))
         found = timeline(recording, names, search.found)
         if not search.fits:
-            raise over_the_limit(_WHERE, limit, found)
+            raise over_the_limit(_WHERE, search.limit, found)
         rows = [
             FitRow(
                 _name(regions[places[0]]),
@@ -176,7 +193,7 @@ def fit(
             )
             for places in shares.units
         ]
-        return Fit(tuple(rows), found, search.neighbors)
+        return Fit(tuple(rows), found, search.neighbors, tiles)
 
     return fitted
 

@@ -21,6 +21,10 @@ from remat.policies._sizes import show_size
 ANY_BYTES = 2**62
 _NODES = 200  # a heuristic: how often the search for a peak may branch
 _APART = 0.01  # how much less the points beside what was found recompute, or hold
+_ROUGHLY = 4  # of how many budgets of a frontier a rough look takes one
+_CLEARLY = (
+    0.05  # a heuristic, of what is to be gained: many small kernels take time, too
+)
 
 
 @final
@@ -50,14 +54,36 @@ class Search:
     Attributes:
         found: the plans that recompute least; if nothing fits, those of the lowest peak
             that the solver came upon.
-        fits: whether `found` is within the limit.
+        limit: the most that may live at one moment.
+        peak: the most that lives at one moment by them.
         neighbors: a line for the lowest peak of plans that recompute a hundredth less, and one
             for the least recomputation with a peak so much lower, where there are such.
     """
 
     found: Sequence[Plan]
-    fits: bool
+    limit: int
+    peak: int
     neighbors: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the limit."""
+        return self.peak <= self.limit
+
+    @property
+    def cost(self) -> int:
+        """What the plans recompute, in the unit of their costs."""
+        return sum(each.recompute_cost for each in self.found)
+
+    def is_better_than(self, other: Search) -> bool:
+        """Whether it is clearly nearer to the limit, or within it recomputes clearly less."""
+        if not other.fits:
+            above = other.peak - other.limit
+            return self.fits or other.peak - self.peak > _CLEARLY * above
+        if not self.fits:
+            return False
+        steps = [step.cost for each in other.found for step in each.problem.steps]
+        return other.cost - self.cost > _CLEARLY * sum(steps)
 
 
 @final
@@ -69,6 +95,7 @@ class Shares:
         regions: for each call, the region that has one budget for all of its calls; None
             where each call has its own.
         where: what messages call the budget.
+        is_rough: whether a look at few budgets of each region is enough.
     """
 
     def __init__(
@@ -76,8 +103,10 @@ class Shares:
         planners: Sequence[Planner],
         regions: Sequence[Hashable] | None = None,
         where: str = "a budget",
+        *,
+        is_rough: bool = False,
     ) -> None:
-        self._planners, self._where = planners, where
+        self._planners, self._where, self._is_rough = planners, where, is_rough
         first: dict[Any, int] = {}
         # For each call the first that is equal.
         self._equal = [
@@ -109,9 +138,12 @@ class Shares:
     def _frontier(self, places: tuple[int, ...]) -> list[tuple[int, Share]]:
         problems = [self.whole[place].problem for place in {*places}]
         least = max(each.fixed_bytes for each in problems)
-        sizes = sorted({b for each in problems for b in each.budgets if b >= least})
-        # Half as far apart as those that a frontier shows: a coarser choice costs a tenth more.
-        sizes += [sum(pair) // 2 for pair in itertools.pairwise(sizes)]
+        apart = _ROUGHLY if self._is_rough else 1
+        budgets = {b for each in problems for b in each.budgets[::apart]}
+        sizes = sorted(b for b in budgets if b >= least)
+        if not self._is_rough:
+            # Half as far apart as in a plan's frontier: a coarser choice costs a tenth more.
+            sizes += [sum(pair) // 2 for pair in itertools.pairwise(sizes)]
         found: dict[int, tuple[int, Share]] = {}
         for size in sorted(sizes):
             plans = [self.plan(place, size) for place in places]
@@ -178,16 +210,18 @@ class Shares:
         found = taken(limit) or taken(limit, soft=2)
         if found is None:  # the bytes in all are too few, which the split says
             found = self.split(int(total))
-        if loads.peak(found) > limit:
-            return Search(found, False)
-        peak, cost = loads.peak(found), sum(each.recompute_cost for each in found)
+        peak = loads.peak(found)
+        search = Search(found, limit, peak)
+        if not search.fits:
+            return search
+        cost = search.cost
         cheaper = taken(limit, (1 - _APART) * cost, soft=2) if cost else None
         dearer = taken((1 - _APART) * peak) or taken(limit, soft=2)
         if dearer is not None and loads.peak(dearer) >= peak:
             dearer = None
         beside = {"cheaper": cheaper, "dearer": dearer}
         lines = [_shown(name, each, loads) for name, each in beside.items() if each]
-        return Search(found, True, "\n".join(lines))
+        return dataclasses.replace(search, neighbors="\n".join(lines))
 
     def _column(self, unit: int, size: int, point: Share, loads: Loads) -> list[int]:
         """What a budget of a unit costs, saves, and adds at each moment."""

@@ -1,4 +1,4 @@
-"""Blocks that change what regions do: `disabled()` and `first_order()`.
+"""Blocks that change what regions do: `disabled()` and `first_order()`; and what plans hear by.
 
 Both are seldom entered, but each call of a region has to ask for both. One number answers
 for all threads: zero means that no such block is open.
@@ -150,6 +150,30 @@ def standing_in(instead: Instead) -> Generator[None]:
 def stand_in() -> Instead | None:
     """What stands in for regions on this thread, if anything does."""
     return _stand_ins.call
+
+
+@final
+class _Noted(threading.local):
+    """What this thread is to note of its calls."""
+
+    tiled: dict[int, Any] | None = None
+
+
+_noted = _Noted()
+
+
+@contextlib.contextmanager
+def noting_tiled() -> Generator[dict[int, Any]]:
+    """Collects what is called inside, on this thread, and has a number of `tiles`, by identity."""
+    found: dict[int, Any] = {}
+    with attributes_as(_noted, tiled=found):
+        yield found
+
+
+def note_tiled(owner: Any) -> None:
+    """Notes a call of what runs in `owner.tiles` tiles, which a plan may change."""
+    if _noted.tiled is not None:
+        _noted.tiled[id(owner)] = owner
 
 
 def is_first_order() -> bool:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat._errors import SavedTensorModifiedError, refusal
+from remat._switches.blocks import note_tiled
 from remat._torch import autocast, levels, modes, trees
 from remat._torch.modules import calling_module
 from remat._tracing.thread import is_running
@@ -210,6 +211,7 @@ class LateHead:
     def __init__(self, head: nn.Linear, tiles: int | str) -> None:
         self.head = head
         self.tiles = tiles
+        self.__qualname__ = "tiled_loss"  # by which a plan names it
 
     def __call__(self, x: Tensor) -> Tensor:
         """The logits, late while the model trains."""
@@ -220,5 +222,6 @@ class LateHead:
         is_plain = not is_running() and not levels.interpreter_is_active()
         if not is_plain or not head.training or not torch.is_grad_enabled():
             return type(head).forward(head, x)
+        note_tiled(self)
         rows, weight = map(autocast.in_products, (x, head.weight))
         return LateProduct(rows, weight, self.tiles, rows.dtype)

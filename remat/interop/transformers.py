@@ -66,7 +66,7 @@ def enable(
             `layers.tiled_cross_entropy`). The model's `logits` are computed when something
             else reads them; a model that changes them before its loss gets them whole.
         tiled_mlp: in how many tiles along the sequence the modules named `mlp` run, or a
-            size (see `layers.tiled`).
+            size (see `layers.tiled`). `modules.plan` may make either number larger.
         **options: further options of `remat`. The default of `rng` is "preserve"; a layer
             that cannot be traced (experts that are chosen in a Python loop) needs
             `engine="rerun"`, or "auto" where others can be.

@@ -19,7 +19,7 @@ from remat._calls.decorated import is_of_module
 from remat._calls.options import PolicyLike
 from remat._errors import BudgetError, explain, refusal
 from remat._partition.peak import peaks_of
-from remat._switches.blocks import is_inert
+from remat._switches.blocks import is_inert, note_tiled
 from remat._torch import dynamo, trees
 from remat._torch.modules import calling_module
 from remat._user_lines import warn
@@ -77,7 +77,8 @@ def tiled(
             holds for all tensors of its argument. A result without the axis is reduced.
         tiles: how many; the last one may be smaller, and there are at most as many as the axis
             is long. Or bytes that the values of one tile may take, gradients included, as in
-            "512MiB": the fewest tiles that keep them.
+            "512MiB": the fewest tiles that keep them. Of a number, `fit` and `modules.plan`
+            may make a larger one.
         reduce: how results without the axis are put together: "sum", or "mean", weighted by
             size. The function must sum or average over the axis accordingly.
         policy: what a tile saves for its backward, if `f` is no region.
@@ -167,6 +168,7 @@ class Tiled(Generic[_P, _R]):
         self.tiles = tiles
         self.reduce: _Reduce = reduce
         self.policy = policy
+        self._unbound: Tiled[Any, Any] | None = None
 
     def __repr__(self) -> str:
         return (
@@ -184,7 +186,14 @@ class Tiled(Generic[_P, _R]):
             return self
         fun: Any = getattr(self.__wrapped__, "__func__", self.__wrapped__)
         bound = fun.__get__(instance, owner)
-        return Tiled(bound, self.pattern, self.tiles, self.reduce, self.policy)
+        found = Tiled(bound, self.pattern, self.tiles, self.reduce, self.policy)
+        found._unbound = self._unbound or self
+        return found
+
+    @property
+    def unbound(self) -> Tiled[Any, Any]:
+        """Itself, or what it was bound from, which outlives a call."""
+        return self._unbound or self
 
     @functools.cached_property
     def region(self) -> Any:
@@ -278,6 +287,7 @@ def _unrolled_tiles(tiled: Tiled[Any, Any], *args: Any, **kwargs: Any) -> Any:
 
 @dynamo.traced_as(_unrolled_tiles)
 def _call_tiled(tiled: Tiled[Any, Any], *args: Any, **kwargs: Any) -> Any:
+    note_tiled(tiled.unbound)
     call = Call.of(tiled.pattern, args, kwargs)
     size, region = tiled.size(call), tiled.region
     if not is_inert():

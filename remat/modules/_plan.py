@@ -16,7 +16,8 @@ from remat._graph.meta import TensorMeta
 from remat._partition.budgets import peak_limit
 from remat._plans.plan import Plan
 from remat._plans.recording import Recording
-from remat._plans.shares import Loads, Shares
+from remat._plans.shares import Loads, Search, Shares
+from remat._plans.tiles import TilesRow, with_tiles
 from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._torch import trees
 from remat.modules._apply import Where, apply, remove
@@ -59,12 +60,14 @@ class ModulePlan:
         timeline: what lives in the whole step, where `step` was given.
         beside: the points beside this one, which recompute less and more, where there was
             a limit of the peak.
+        tiles: the functions that run in more tiles than before, likewise.
     """
 
     rows: tuple[ModulePlanRow, ...]
     budget_bytes: int
     timeline: Timeline | None = None
     beside: str = ""
+    tiles: tuple[TilesRow, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -93,7 +96,7 @@ class ModulePlan:
         return sum(row.plan.recompute_flops for row in self.rows)
 
     def __str__(self) -> str:
-        """A line for each block, and the totals."""
+        """A line for each block and each number of tiles, and the totals."""
         lines = [
             f"{row.name}: saves {show_size(row.plan.saved_bytes)} "
             f"({_saved_in_block(row.plan)}), recomputes "
@@ -104,7 +107,7 @@ class ModulePlan:
         held = f"{show_size(self.held_bytes)} with the inputs of blocks"
         peak = f"predicted peak {show_size(self.predicted_peak_bytes)}"
         total = f"all: {saved}, {self.recompute_flops:.3g} FLOPs"
-        lines += [total, f"held: {held}, {peak}"]
+        lines += [*map(str, self.tiles), total, f"held: {held}, {peak}"]
         moments = [] if self.timeline is None else [str(self.timeline)]
         return "\n".join([*lines, *moments, *filter(None, [self.beside])])
 
@@ -131,7 +134,8 @@ def plan(
     blocks, which compute nothing; a model on the meta device is called on fake tensors. No
     parameter, buffer or generator changes. Then each block's frontier of bytes and
     cost is computed (once for equal blocks), and the budget is split so that the total
-    recomputation is least. If equal blocks get unequal shares, the later ones get more. Each
+    recomputation is least. Within a `peak`, functions of `layers.tiled` get more tiles where
+    these let it fit, or clearly less be recomputed. If equal blocks get unequal shares, the later ones get more. Each
     call of a block that is called several times has an equal share.
 
     Laws: what all blocks together hold from forward to backward, without their inputs,
@@ -188,9 +192,21 @@ def plan(
     def planned(*args: Any, **kwargs: Any) -> ModulePlan:
         for _, module in (named := blocks_of(model, where)):
             remove(module)
-        calls = calls_of_blocks(model, named, args, kwargs)
-        recording = step and step.recorded(model, calls, args, kwargs, bound.costs)
-        chosen = _plan_within(calls, bound, recording)
+
+        def attempt(is_rough: bool) -> _Attempt:
+            calls = calls_of_blocks(model, named, args, kwargs)
+            recording = step and step.recorded(model, calls, args, kwargs, bound.costs)
+            search, chosen = _search(calls, bound, recording, is_rough)
+            return search, (calls, chosen)
+
+        (search, (calls, chosen)), tiles = (
+            (attempt(False), ()) if bound.peak is None else with_tiles(attempt)
+        )
+        if not search.fits:
+            raise _over(search.limit, chosen)
+        for row in tiles:
+            row.apply()
+        chosen = dataclasses.replace(chosen, tiles=tiles)
         for block, _ in named:
             places = [k for k, call in enumerate(calls) if call.name == block]
             plans = [chosen.rows[k].plan for k in places]
@@ -204,13 +220,21 @@ def plan(
     return planned
 
 
-def _plan_within(
-    blocks: Sequence[BlockCall], bound: Budget, recording: Recording | None
-) -> ModulePlan:
+_Attempt = tuple[Search, tuple[list[BlockCall], ModulePlan]]
+"""A search, the calls of blocks, and their plans."""
+
+
+def _search(
+    blocks: Sequence[BlockCall],
+    bound: Budget,
+    recording: Recording | None,
+    is_rough: bool,
+) -> tuple[Search, ModulePlan]:
     """Gives each block its share, so that all are within the bounds."""
     where = "modules.plan(budget=...)"
     regions = [each.name for each in blocks]
-    shares = Shares([each.planner(bound) for each in blocks], regions, where)
+    planners = [each.planner(bound) for each in blocks]
+    shares = Shares(planners, regions, where, is_rough=is_rough)
 
     def planned(plans: Sequence[Plan], total: int, beside: str = "") -> ModulePlan:
         rows = tuple(_row_of(blocks, place, found) for place, found in enumerate(plans))
@@ -223,7 +247,8 @@ def _plan_within(
         size = int(size * sum(each.saved_bytes for each in shares.whole))
     if bound.peak is None:
         assert size is not None, "a budget without a peak has a size"
-        return planned(shares.split(size), size)
+        plans = shares.split(size)
+        return Search(plans, 0, 0), planned(plans, size)
     tensors = trees.tensor_leaves([(each.args, each.kwargs) for each in blocks])
     device = tensors[0].device if tensors else torch.device("cpu")
     limit, free = peak_limit(bound.peak, device)
@@ -236,13 +261,16 @@ def _plan_within(
     search = shares.within(limit, loads, size)
     saved = sum(each.saved_bytes for each in search.found)
     total = saved if size is None else size
-    chosen = planned(search.found, total, search.neighbors)
-    if search.fits:
-        return chosen
+    return search, planned(search.found, total, search.neighbors)
+
+
+def _over(limit: int, chosen: ModulePlan) -> BudgetError:
     if chosen.timeline is not None:
-        raise over_the_limit("modules.plan(peak=..., step=...)", limit, chosen.timeline)
+        return over_the_limit(
+            "modules.plan(peak=..., step=...)", limit, chosen.timeline
+        )
     least = chosen.predicted_peak_bytes
-    raise refusal(
+    return refusal(
         BudgetError,
         where="modules.plan(peak=...)",
         what=f"no plan that was tried stays within {limit} bytes at its peak.",

@@ -65,7 +65,9 @@ def timed(name: str) -> Iterator[Line]:
 
         def seconds(plans: Sequence[Plan], least_s: float, limit: int = limit) -> float:
             # The regions are given these plans, as if they had been found.
-            with mock.patch.object(Shares, "within", return_value=Search(plans, True)):
+            with mock.patch.object(
+                Shares, "within", return_value=Search(plans, limit, limit)
+            ):
                 case.plan(limit)
             return _seconds(case.step, least_s)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from remat import SavedTensorModifiedError
+from remat import SavedTensorModifiedError, modules
 from tests.support import LiveBytes, assert_close, swept
 
 tr: Any = pytest.importorskip("transformers")
@@ -85,6 +85,19 @@ def test_logits_of_one_tile_and_hidden_values_of_one_tile_exist():
 
     assert layers - loss >= 1.5 * logits
     assert both < loss
+
+
+def test_a_plan_may_take_more_tiles():
+    """In one tile, the logits take most of the limit."""
+    model = enable(made("Llama", vocab_size=4096), tiled_loss=1, tiled_mlp=1)
+    model.gradient_checkpointing_disable()
+    step = modules.Step(lambda output: output.loss)
+    found = modules.plan(model, peak="2.5MiB", step=step)(input_ids=IDS, labels=IDS)
+
+    (row,) = found.tiles
+    assert row.name == "tiled_loss"
+    assert model.lm_head.forward.tiles == row.tiles > 1
+    assert found.predicted_peak_bytes <= 2.5 * 2**20
 
 
 def test_what_reads_the_logits_gets_them():
