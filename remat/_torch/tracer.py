@@ -286,6 +286,26 @@ def add_placeholder(tensor: Tensor, name: str) -> None:
     proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
 
 
+def parameters_seen() -> contextlib.AbstractContextManager[None]:
+    """Inside, a trace sees what `nn.Parameter` makes of a tensor of a level of torch.func.
+
+    It detaches such a tensor past all modes, as no other but a plain one. Obsolete when it makes
+    all parameters in one way.
+    """
+    own: Any = torch.Tensor._make_subclass
+
+    def made(cls: Any, data: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not (issubclass(cls, torch.nn.Parameter) and levels.is_wrapped(data)):
+            return own(cls, data, *args, **kwargs)
+        found: Any = data.detach()
+        with levels.leave_functorch():
+            found.requires_grad_(*args, **kwargs)
+        found._is_param = True  # by which torch's class knows its instances
+        return found
+
+    return attributes_as(torch.Tensor, _make_subclass=staticmethod(made))
+
+
 def own_parametrizations() -> contextlib.AbstractContextManager[None]:
     """Inside, `torch.nn.utils.parametrize.cached()` has an empty cache of its own.
 

@@ -101,6 +101,7 @@ def trace(request: Request) -> Traced:
         torch.enable_grad(),
         engines.refused(),
         tracer.own_parametrizations(),
+        tracer.parameters_seen(),
         converting_by(converter),
         running.mode,
     ):

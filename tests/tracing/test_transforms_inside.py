@@ -233,15 +233,27 @@ def _with_a_parameter_of_its_own(x: Tensor) -> Tensor:
     return module(x) * nn.Parameter(torch.full((4,), 3.0, dtype=x.dtype)).sin()
 
 
+def _with_a_parameter_of_what_is_mapped(x: Tensor) -> Tensor:
+    weight = nn.Parameter(x * 2)
+    assert weight.requires_grad
+    assert isinstance(weight, nn.Parameter)
+    return x * weight.sin()
+
+
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_a_parameter_that_the_function_makes_under_vmap(engine: str) -> None:
+@pytest.mark.parametrize(
+    "made", [_with_a_parameter_of_its_own, _with_a_parameter_of_what_is_mapped]
+)
+def test_a_parameter_that_the_function_makes_under_vmap(
+    made: Callable[[Tensor], Tensor], engine: str
+) -> None:
     """torch makes it of a stand-in in another way, which every transform refuses."""
-    region, xs = remat(_with_a_parameter_of_its_own, engine=engine), seeded(3, 2, 4)
+    region, xs = remat(made, engine=engine), seeded(3, 2, 4)
 
     def gradient(f: Callable[[Tensor], Tensor]) -> Tensor:
         return torch.func.grad(lambda xs: torch.vmap(f)(xs).sin().sum())(xs)
 
-    assert_bitwise(gradient(region), gradient(_with_a_parameter_of_its_own))
+    assert_bitwise(gradient(region), gradient(made))
     leaf = xs.clone().requires_grad_()
     (found,) = torch.autograd.grad(torch.vmap(region)(leaf).sin().sum(), leaf)
-    assert_bitwise(found, gradient(_with_a_parameter_of_its_own))
+    assert_bitwise(found, gradient(made))
