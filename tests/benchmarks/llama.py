@@ -90,7 +90,7 @@ def _built(shape: Shape) -> Any:
         dtype=torch.bfloat16,
     )
     model = transformers.AutoModelForCausalLM.from_config(config).train()
-    interop.enable(model, tiled_loss=16, tiled_mlp=8)
+    interop.enable(model, tiled_loss=1, tiled_mlp=1)
     model.gradient_checkpointing_disable()
     layers, count = [*model.model.layers], shape.stage
     if count > 1:
@@ -168,5 +168,6 @@ def _shown(name: str, found: modules.ModulePlan) -> str:
         f"\nSaved {found.saved_bytes / 2**30:.1f} GiB ({', '.join(sorted(waits))}), "
         f"{found.recompute_flops:.3g} FLOPs recomputed.",
         *found.beside.splitlines(),
+        *map(str, found.tiles),
     ]
     return "\n".join(lines)
