@@ -89,7 +89,7 @@ def test_logits_of_one_tile_and_hidden_values_of_one_tile_exist():
 
 def test_a_plan_may_take_more_tiles():
     """In one tile, the logits take most of the limit."""
-    model = enable(made("Llama", vocab_size=4096), tiled_loss=1, tiled_mlp=1)
+    model = enable(made("Llama", vocab_size=4096), tiled_loss=1)
     model.gradient_checkpointing_disable()
     step = modules.Step(lambda output: output.loss)
     found = modules.plan(model, peak="2.5MiB", step=step)(input_ids=IDS, labels=IDS)
