@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar, final
 
 from remat import _captures
+from remat._errors import RematError
 from remat._plans.shares import Search
 from remat._switches.blocks import noting_tiled
 from remat._torch.attributes import attributes_as
@@ -77,8 +78,11 @@ def _with_more(
     for doubled in [*([each] for each in rows), *several]:
         more = [dataclasses.replace(each, tiles=2 * each.tiles) for each in doubled]
         more += [each for each in rows if each not in doubled]
-        with noting_tiled() as noted, _run_in(more):
-            found, _ = attempt(True)
+        try:
+            with noting_tiled() as noted, _run_in(more):
+                found, _ = attempt(True)
+        except RematError:  # as of a function that is not independent along the axis
+            continue
         if found.is_better_than(best):
             # What the step itself makes is another function each time.
             return [r for r in more if all(id(f) in noted for f in r.functions)], found

@@ -116,6 +116,14 @@ def test_what_stays_as_it_was_given(is_inside: bool) -> None:
         planned(made(mlp if is_inside else sized), LOW)
 
 
+def test_what_cannot_be_cut_stays_whole() -> None:
+    """In one tile, nothing of it is wrong."""
+    mlp = tiled(lambda *args: plain_mlp(*args).cumsum(0), PATTERN, tiles=1)
+    found = planned(made(mlp), MIDDLE)
+    assert found.tiles == ()
+    assert found.predicted_peak_bytes <= MIDDLE
+
+
 def test_where_nothing_fits_nothing_changes() -> None:
     """The peak that would fit is that of more tiles."""
     mlp = tiled(plain_mlp, PATTERN, tiles=1)
