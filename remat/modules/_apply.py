@@ -6,9 +6,10 @@ by changing a module's class (`fully_shard`, parametrizations), before or after.
 module's own hooks run in `nn.Module.__call__`, around the region, once per call.
 """
 
+import contextlib
 import fnmatch
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -104,6 +105,19 @@ def remove(model: _M) -> _M:
         else:
             object.__setattr__(module, "forward", own)
     return model
+
+
+@contextlib.contextmanager
+def without_regions(models: Iterable[nn.Module]) -> Generator[None]:
+    """Takes the regions out of models, and puts them back if what is inside raises."""
+    with contextlib.ExitStack() as undo:
+        for model in models:
+            for module in model.modules():
+                if (region := region_of(module)) is not None:
+                    undo.callback(object.__setattr__, module, "forward", region)
+            remove(model)
+        yield
+        undo.pop_all()
 
 
 def region_of(module: nn.Module) -> DecoratedFunction[..., Any] | None:

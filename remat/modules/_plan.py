@@ -20,7 +20,7 @@ from remat._plans.shares import Loads, Search, Shares
 from remat._plans.tiles import TilesRow, with_tiles
 from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._torch import trees
-from remat.modules._apply import Where, apply, remove
+from remat.modules._apply import Where, apply, without_regions
 from remat.modules._blocks import BlockCall, blocks_of, calls_of_blocks
 from remat.modules._step import Step
 from remat.policies import AbstractPolicy, Budget
@@ -190,8 +190,7 @@ def plan(
     bound = as_budget(budget, peak, "modules.plan(budget=...)", costs)
 
     def planned(*args: Any, **kwargs: Any) -> ModulePlan:
-        for _, module in (named := blocks_of(model, where)):
-            remove(module)
+        named = blocks_of(model, where)
 
         def attempt(is_rough: bool) -> _Attempt:
             calls = calls_of_blocks(model, named, args, kwargs)
@@ -199,29 +198,36 @@ def plan(
             search, chosen = _search(calls, bound, recording, is_rough)
             return search, (calls, chosen)
 
-        (search, (calls, chosen)), tiles = (
-            (attempt(False), ()) if bound.peak is None else with_tiles(attempt)
-        )
-        if not search.fits:
-            raise _over(search.limit, chosen)
-        for row in tiles:
-            row.apply()
-        chosen = dataclasses.replace(chosen, tiles=tiles)
-        for block, _ in named:
-            places = [k for k, call in enumerate(calls) if call.name == block]
-            plans = [chosen.rows[k].plan for k in places]
-            policy = calls[places[0]].policy(plans[0])
-            if any(each.policy != plans[0].policy for each in plans):
-                size = plans[0].budget_bytes
-                policy = dataclasses.replace(bound, size=size, peak=None)
-            apply(model, lambda name, _, block=block: name == block, policy=policy)
-        return chosen
+        with without_regions(module for _, module in named):
+            (search, (calls, chosen)), tiles = (
+                (attempt(False), ()) if bound.peak is None else with_tiles(attempt)
+            )
+            if not search.fits:
+                raise _over(search.limit, chosen)
+            for row in tiles:
+                row.apply()
+            _apply_plans(model, calls, chosen, bound)
+        return dataclasses.replace(chosen, tiles=tiles)
 
     return planned
 
 
 _Attempt = tuple[Search, tuple[list[BlockCall], ModulePlan]]
 """A search, the calls of blocks, and their plans."""
+
+
+def _apply_plans(
+    model: nn.Module, calls: Sequence[BlockCall], chosen: ModulePlan, bound: Budget
+) -> None:
+    """Makes each block recompute by its plan, or within its share where its calls differ."""
+    for block in dict.fromkeys(call.name for call in calls):
+        places = [k for k, call in enumerate(calls) if call.name == block]
+        plans = [chosen.rows[k].plan for k in places]
+        policy = calls[places[0]].policy(plans[0])
+        if any(each.policy != plans[0].policy for each in plans):
+            size = plans[0].budget_bytes
+            policy = dataclasses.replace(bound, size=size, peak=None)
+        apply(model, lambda name, _, block=block: name == block, policy=policy)
 
 
 def _search(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from remat import (
     BudgetError,
     RematWarning,
+    TraceError,
     modules,
     policies,
     saved_residuals,
@@ -177,6 +178,21 @@ def test_a_peak_that_blocks_cannot_keep() -> None:
 
     least = int(str(caught.value).partition("Pass peak=")[2].partition(",")[0])
     assert modules.plan(model, peak=least)(x).predicted_peak_bytes == least
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [{"peak": 1}, {"peak": "1GiB", "step": modules.Step(lambda out: out.detach())}],
+    ids=["nothing fits", "no gradient"],
+)
+def test_a_model_that_is_not_planned_keeps_its_regions(bounds: Any) -> None:
+    model, x = made()
+    modules.apply(model, "layers.*")
+    before = [vars(each).get("forward") for each in model.modules()]
+    with pytest.raises((BudgetError, TraceError)):
+        modules.plan(model, **bounds)(x)
+
+    assert [vars(each).get("forward") for each in model.modules()] == before
 
 
 def test_a_budget_says_what_blocks_may_save() -> None:

@@ -118,7 +118,11 @@ def test_what_stays_as_it_was_given(is_inside: bool) -> None:
 
 def test_what_cannot_be_cut_stays_whole() -> None:
     """In one tile, nothing of it is wrong."""
-    mlp = tiled(lambda *args: plain_mlp(*args).cumsum(0), PATTERN, tiles=1)
+
+    def mixing(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return plain_mlp(x, up, down).cumsum(0)
+
+    mlp = tiled(mixing, PATTERN, tiles=1)
     found = planned(made(mlp), MIDDLE)
     assert found.tiles == ()
     assert found.predicted_peak_bytes <= MIDDLE
