@@ -24,7 +24,6 @@ from remat._plans.json_parts import (
     to_problem,
     to_storage,
 )
-from remat._torch import trees
 from remat.planners import Problem, Solution, solve_cut, solve_milp
 from remat.policies import AbstractPolicy, Budget, Planned
 from remat.policies._budget import Peak, Size, as_budget
@@ -376,8 +375,8 @@ class Planner:
 
     Attributes:
         fingerprint: of the call's forward.
-        wanted: for each tensor among its arguments whether it has a gradient: of equal forwards,
-            that of a model's first block may have none, and so another backward.
+        wanted: for each operand whether it has a gradient: of equal forwards, that of a model's
+            first block or of a frozen one may have none, and so another backward.
         devices: the kind of device of each operand: storages and times differ with it, and
             fingerprints do not.
     """
@@ -395,7 +394,7 @@ class Planner:
         self._analysis = entry.region.stages(roots).analysis
         self._policy, self._solver = policy, solver
         self.fingerprint = fingerprint(self._analysis)
-        self.wanted = trees.wants_gradients((args, kwargs))
+        self.wanted = tuple(meta.requires_grad for meta in self._operands)
         self.devices = tuple(meta.device.type for meta in self._operands)
 
     @functools.cached_property

@@ -24,6 +24,7 @@ from remat._torch import loops
 from remat._torch.attributes import attributes_as
 from remat._torch.dtensor import local_part
 from remat._torch.levels import no_dual_level, unwrapped
+from remat._torch.modules import called_with
 from remat._torch.taking_functions import takes_functions
 from remat._torch.trees import map_tensors, tensor_leaves
 
@@ -214,9 +215,9 @@ def call_on_fakes(
 ) -> None:
     """Calls a module on tensors like its own and like the arguments, without data."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        state, args, kwargs = map_tensors(mode.from_tensor, (own, args, kwargs))
-        torch.func.functional_call(module, state, args, kwargs)
+        own = {id(each): each for each in (*module.parameters(), *module.buffers())}
+        instead, args, kwargs = map_tensors(mode.from_tensor, (own, args, kwargs))
+        called_with(module, instead, args, kwargs)
 
 
 @contextlib.contextmanager

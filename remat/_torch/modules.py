@@ -6,7 +6,7 @@ Obsolete when torch makes the hooks public; a function that says so itself has a
 # pyright: reportPrivateUsage=false
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +29,21 @@ def calling_module() -> Any:
     frame = sys._getframe(2)
     is_call = frame.f_code.co_filename == _CALLS
     return frame.f_locals.get("self") if is_call else None
+
+
+def called_with(module: Any, instead: Mapping[int, Any], args: Any, kwargs: Any) -> Any:
+    """Calls a module with other tensors for its parameters and buffers, by their identities.
+
+    `functional_call` takes names, and puts the wrong ones back where a part has two: each part is
+    named once here. Obsolete when it does so.
+    """
+    state = {
+        f"{name}.{key}" if name else key: instead[id(tensor)]
+        for name, part in module.named_modules()
+        for key, tensor in (*part._parameters.items(), *part._buffers.items())
+        if id(tensor) in instead
+    }
+    return torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
 
 
 def copied(module: _T, **attributes: Any) -> _T:

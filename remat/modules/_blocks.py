@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from remat._api import remat
@@ -18,6 +17,7 @@ from remat._generators import device_states
 from remat._plans.plan import Plan, Planner
 from remat._torch import fakes, trees
 from remat._torch.attributes import attributes_as
+from remat._torch.modules import called_with
 from remat.modules._apply import Where, matching
 from remat.policies import AbstractPolicy, Budget
 from remat.policies._budget import planning_again
@@ -116,8 +116,8 @@ def calls_of_blocks(
     with called_instead(names, stand_in):
         if has_data:
             with device_states.put_back({each.device for each in tensors}):
-                copies = {name: each.clone() for name, each in model.named_buffers()}
-                torch.func.functional_call(model, copies, args, kwargs)
+                copies = {id(each): each.clone() for each in model.buffers()}
+                called_with(model, copies, args, kwargs)
         else:
             fakes.call_on_fakes(model, args, kwargs)
     for name in {*names.values()}.difference(each.name for each in calls):

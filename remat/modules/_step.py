@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from remat._plans.recording import (
@@ -18,6 +17,7 @@ from remat._plans.recording import (
     record,
     without_data,
 )
+from remat._torch.modules import called_with
 from remat.modules._blocks import BlockCall, called_instead
 
 _WHERE = "modules.plan(step=...)"
@@ -54,10 +54,10 @@ class Step:
         costs: str,
     ) -> Recording:
         """What one step does, with stand-ins for the blocks."""
-        own = dict(model.named_parameters()), dict(model.named_buffers())
+        kinds = model.parameters(), model.buffers()
+        own = [{id(each): each for each in kind} for kind in kinds]
         with without_data((*own, args, kwargs), _WHERE) as faked:
             parameters, buffers, args, kwargs = faked
-            fakes = {id(own[0][name]): each for name, each in parameters.items()}
             leaves = [each for each in parameters.values() if each.requires_grad]
 
             def run(recorder: Recorder) -> Tensor:
@@ -70,11 +70,10 @@ class Step:
                     return recorder.call(next(places), forward, call, captured)
 
                 with called_instead({each.module for each in blocks}, stand_in):
-                    state = {**parameters, **buffers}
-                    found = torch.func.functional_call(model, state, args, kwargs)
+                    found = called_with(model, parameters | buffers, args, kwargs)
                 return self.loss(found)
 
             where = "modules.Step(optimizer=...)"
-            optimizer = optimizer_on(self.optimizer, fakes, where)
+            optimizer = optimizer_on(self.optimizer, parameters, where)
             others = (buffers, args, kwargs)
             return record(run, leaves, parameters.values(), others, optimizer, costs)

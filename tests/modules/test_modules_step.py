@@ -317,3 +317,56 @@ def test_a_first_block_is_planned_apart() -> None:
                 remat(block.forward, rng="preserve"), budget=row.plan.budget_bytes
             )
             assert row.plan.peaks == alone(given).peaks
+
+
+@pytest.mark.parametrize(
+    ("frozen", "width", "rows", "limit"),
+    [([1], 16, 64, 240_000), ([1, 2, 3, 4], 32, 64, 1_040_264)],
+    ids=["one", "most"],
+)
+def test_a_frozen_block_is_planned_apart(
+    frozen: list[int], width: int, rows: int, limit: int
+) -> None:
+    """Its backward makes no gradients of parameters, and that of an equal one does."""
+    blocks = [
+        nn.Sequential(
+            nn.Linear(width, 8 * width), nn.GELU(), nn.Linear(8 * width, width)
+        )
+        for _ in range(max(frozen) + 2)
+    ]
+    for place in frozen:
+        blocks[place].requires_grad_(False)
+    model, x = nn.Sequential(*blocks), torch.ones(rows, width)
+    found = modules.plan(model, peak=limit, step=modules.Step(Tensor.sum))(x)
+
+    def run() -> None:
+        model(x).sum().backward()
+        model.zero_grad()
+
+    run()
+    with LiveBytes() as memory:
+        run()
+    resident = sum(each.nbytes for each in (*model.parameters(), x))
+    assert memory.peak + resident <= found.predicted_peak_bytes <= limit
+
+
+@pytest.mark.parametrize("has_data", [True, False], ids=["data", "meta"])
+def test_a_part_with_two_names_keeps_its_tensors(has_data: bool) -> None:
+    """Its parameters and buffers are put back under both."""
+    with torch.device("cpu" if has_data else "meta"):
+        model = Words()
+        model.norm = nn.BatchNorm1d(8)
+        model.layers.append(model.layers[0])
+        model.alias, model.head_again, model.norm_again = (
+            model.layers[1],
+            model.head,
+            model.norm,
+        )
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+    before = [*model.parameters(), *model.buffers()]
+    step = modules.Step(Tensor.sum, SGD)
+    modules.plan(model, where="layers.*", peak="1GiB", step=step)(tokens)
+    modules.plan(model, where="layers.*", budget=0.5)(tokens)
+
+    after = [*model.parameters(), *model.buffers()]
+    assert all(one is other for one, other in zip(after, before, strict=True))
