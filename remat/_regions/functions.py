@@ -24,6 +24,7 @@ from remat._programs.inside_traces import interpret
 from remat._switches.numerics import Numerics
 from remat._torch import autograd, levels, tracer
 from remat._tracing.open_sizes import Templates
+from remat._tracing.refusals import of_a_derivative
 from remat._tracing.trace import Flat, Request, trace, with_states
 
 _V = TypeVar("_V")
@@ -92,10 +93,15 @@ class Function:
             self.restored(roots),
             self.numerics.applied(),
         ):
-            if self.templates is None or any(map(is_open, operands)):
-                joints = trace(request).joints
-            else:
-                joints = self.templates.joints(self.key, request)
+            try:
+                if self.templates is None or any(map(is_open, operands)):
+                    joints = trace(request).joints
+                else:
+                    joints = self.templates.joints(self.key, request)
+            except RuntimeError as error:
+                if (refused := of_a_derivative(error)) is None:
+                    raise
+                raise refused from error
         return tuple(with_states(joint, states) for joint in joints)
 
     def outline(
@@ -191,20 +197,24 @@ def pushforward(
     function: Flat,
     outputs: tuple[int, ...] | None,
     has_tangent: tuple[bool, ...],
+    differentiated: Sequence[int],
     *,
     moved: tuple[int, ...] | None = None,
     with_values: bool = False,
 ) -> Flat:
     """(operands, ..., tangents) -> the tangents of these outputs, None for all results.
 
-    `moved` says which of them have one, None for all; `with_values` puts the outputs first.
+    `differentiated` are the operands that require grad where the function is called, which need not
+    show below. `moved` says which outputs have a tangent, None for all; `with_values` puts the
+    outputs first.
     """
     pushed = [index for index, has in enumerate(has_tangent) if has]
 
     def tangents(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         operands = list(tensors[: len(has_tangent)])
-        wanted = [k for k, each in enumerate(operands) if each.requires_grad]
-        run = tracked(lambda given: _chosen_outputs(function(given), outputs), wanted)
+        run = tracked(
+            lambda given: _chosen_outputs(function(given), outputs), differentiated
+        )
 
         def of(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
             for index, tensor in zip(pushed, primals, strict=True):

@@ -356,6 +356,11 @@ class TracedRegion:
         given = backward_forward(self.function, self.operands, kept, asked)
         return given, state_metas(analysis)
 
+    @property
+    def _differentiated(self) -> tuple[int, ...]:
+        """The operands that require grad where the region is called."""
+        return tuple(k for k, meta in enumerate(self.operands) if meta.requires_grad)
+
     def _states_after(self, num_states: int) -> tuple[int, ...]:
         count = len(self.operands)
         return self.states or tuple(range(count, count + num_states))
@@ -373,8 +378,8 @@ class TracedRegion:
         tangents = tangent_metas(self.operands, has_tangent)
         operands = (*self.operands, *recorded, *tangents)
         function = self.function.derive(
-            lambda f: pushforward(f, outputs, has_tangent),
-            *("jvp", outputs, has_tangent),
+            lambda f: pushforward(f, outputs, has_tangent, self._differentiated),
+            *("jvp", outputs, has_tangent, self._differentiated),
         )
         states = self._states_after(num_states)
         joints = function.traced(roots, operands, states, gradients=False)
@@ -394,9 +399,11 @@ class TracedRegion:
             return Pushed(self, moved)
         function = self.function.derive(
             lambda f: pushforward(
-                f, chosen, has_tangent, moved=moved, with_values=True
+                *(f, chosen, has_tangent, self._differentiated),
+                moved=moved,
+                with_values=True,
             ),
-            *("values and jvp", chosen, moved, has_tangent),
+            *("values and jvp", chosen, moved, has_tangent, self._differentiated),
         )
         operands = (*self.operands, *tangent_metas(self.operands, has_tangent))
         is_given = save or not self.keeps

@@ -45,6 +45,7 @@ from remat._torch.tensors import (
     ASK_FOR_HISTORY,
     GET_GRAD,
     SET_DATA,
+    SET_FOR_AUTOGRAD,
     copy_attributes,
     is_own_data,
     storage_key,
@@ -342,8 +343,9 @@ class _Substituted(TorchFunctionMode):
         if depth() != self._depth:
             # A region inside is traced on its own; it has its tensors from `lift`.
             return func(*args, **(kwargs or {}))
-        if func == GET_GRAD or ASK_FOR_HISTORY.get(func) in ("is_leaf", "grad_fn"):
-            require_tellable(func, args, self._is_operand)
+        is_asked = func == GET_GRAD or func in SET_FOR_AUTOGRAD
+        if is_asked or ASK_FOR_HISTORY.get(func) in ("is_leaf", "grad_fn"):
+            require_tellable(func, args, kwargs or {}, self._is_operand)
         args, kwargs = trees.map_tensors(self.operand_for, (args, kwargs or {}))
         for each in kwargs.values():
             if isinstance(each, torch.Generator):

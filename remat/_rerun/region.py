@@ -129,7 +129,8 @@ class Rerun(WithoutProgram):
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[Rerun, None]:
         """The region of the outputs' tangents."""
-        pushed = functions.pushforward(self.function, None, has_tangent)
+        differentiated = [k for k, each in enumerate(self.requires_grad) if each]
+        pushed = functions.pushforward(self.function, None, has_tangent, differentiated)
         wanted = (*self.requires_grad, *(True for has in has_tangent if has))
         return Rerun(pushed, pushed, wanted, self.state, is_primal=self.is_primal), None
 

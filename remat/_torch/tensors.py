@@ -17,6 +17,14 @@ _torch: Any = torch
 SET_DATA: Any = cast("Any", Tensor.data).__set__
 # For `x.grad`.
 GET_GRAD: Any = cast("Any", Tensor.grad).__get__
+#: What changes what autograd does with a tensor, and no number, by what a user writes.
+SET_FOR_AUTOGRAD: dict[Any, str] = {
+    cast("Any", Tensor.grad).__set__: ".grad = ...",
+    cast("Any", Tensor.grad).__delete__: "del .grad",
+    cast("Any", Tensor.requires_grad).__set__: ".requires_grad = ...",
+    Tensor.requires_grad_: ".requires_grad_(...)",
+    Tensor.retain_grad: ".retain_grad()",
+}
 # What tells where a tensor's memory is.
 ASK_FOR_MEMORY = (Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage)
 #: What asks how a tensor came to be, by the name of each: what stands for it is another one.
@@ -70,10 +78,21 @@ def storage_key(tensor: Tensor) -> int:
     return key_of(tensor.untyped_storage())
 
 
+def _parts_of(sparse: Tensor) -> list[Tensor]:
+    """The tensors of which a sparse one is made."""
+    if sparse.layout is torch.sparse_coo:
+        return [sparse._indices(), sparse._values()]
+    by_rows = sparse.layout in (torch.sparse_csr, torch.sparse_bsr)
+    kinds = ("crow", "col") if by_rows else ("ccol", "row")
+    return [getattr(sparse, f"{kind}_indices")() for kind in kinds] + [sparse.values()]
+
+
 def same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors hold the same bits: nan equals itself, -0.0 is not 0.0."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
+    if first.layout is not torch.strided and first.layout is second.layout:
+        return all(map(same_bits, *map(_parts_of, (first, second))))
     bits = [
         # torch takes a column of one row for contiguous, whatever its stride.
         each.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)

@@ -1,7 +1,7 @@
 """The errors of functions and tensors that cannot be traced, wherever a region meets them."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,12 @@ from remat._errors import (
 )
 from remat._graph.meta import TensorMeta
 from remat._torch import fakes, taking_functions
-from remat._torch.tensors import ASK_FOR_HISTORY, ASK_FOR_MEMORY, GET_GRAD
+from remat._torch.tensors import (
+    ASK_FOR_HISTORY,
+    ASK_FOR_MEMORY,
+    GET_GRAD,
+    SET_FOR_AUTOGRAD,
+)
 from remat._user_lines import (
     came_through,
     is_asked_by_user,
@@ -151,17 +156,33 @@ def from_array(function: str, made: Any = None) -> CapturedTensorError:
     )
 
 
+def other_default_dtype(function: str) -> TraceError:
+    """The error for a torch function that runs where the user's function has set a dtype."""
+    return untraceable(
+        where=f"torch.{function} at {user_line()}",
+        what=f"runs under {torch.get_default_dtype()} as the default dtype, which the function "
+        "has set.",
+        why="A recomputation runs all operators under the one that the call found.",
+        do=f"Pass dtype= to what makes tensors, set the default outside, or use {_RERUN}.",
+    )
+
+
 def require_tellable(
-    func: Any, args: Sequence[Any], is_operand: Callable[[Tensor], bool]
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    is_operand: Callable[[Tensor], bool],
 ) -> None:
-    """Refuses a call that asks a tensor for what no stand-in can tell, or warns.
+    """Refuses a call that asks a tensor for what no stand-in can tell or hand on, or warns.
 
     `is_operand` says of a tensor whether it is from outside of the function.
     """
-    history = ASK_FOR_HISTORY.get(func)
-    is_asked = func == GET_GRAD or func in ASK_FOR_MEMORY or history
+    history, setting = ASK_FOR_HISTORY.get(func), SET_FOR_AUTOGRAD.get(func)
+    is_asked = func == GET_GRAD or func in ASK_FOR_MEMORY or history or setting
     if not is_asked or is_called_by_torch():
         return
+    if setting and is_operand(args[0]):
+        _require_no_setting(func, setting, args, kwargs)
     if history and is_operand(args[0]) and is_asked_by_user():
         warn(
             where=f"`.{history}` of {TensorMeta.of(args[0])} at {user_line()}",
@@ -184,6 +205,44 @@ def require_tellable(
             why="A trace runs on tensors that have none.",
             do=f"Ask it outside, or use {_RERUN}.",
         )
+
+
+def _require_no_setting(
+    func: Any, setting: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    tensor = args[0]
+    where = f"`{setting}` of {TensorMeta.of(tensor)} at {user_line()}"
+    if setting.startswith(".requires_grad"):
+        wanted = [*args[1:], *kwargs.values(), True][0]
+        if wanted == tensor.requires_grad:
+            return
+        if wanted:
+            warn(
+                where=where,
+                what="is written inside a region, of a tensor from outside.",
+                why="What this call of the region returns leads no gradient to the tensor.",
+                do="Write it before the region is called.",
+            )
+            return
+    raise untraceable(
+        where=where,
+        what="is written inside a region, of a tensor from outside.",
+        why="It would be written to what stands for the tensor there, and be lost.",
+        do="Write it outside of the region.",
+    )
+
+
+def require_no_gradients(operands: Sequence[Tensor]) -> None:
+    """Refuses a function that has put gradients into tensors from outside, by a backward."""
+    for tensor in operands:
+        if tensor.is_leaf and tensor.grad is not None:
+            raise untraceable(
+                where=f"the `.grad` of {TensorMeta.of(tensor)}",
+                what="is written inside a region, of a tensor from outside, by `.backward()`.",
+                why="It would be written to what stands for the tensor there, and be lost.",
+                do="Use torch.autograd.grad, and return the gradients, or call `.backward()` "
+                "outside of the region.",
+            )
 
 
 def sets_data(tensor: Tensor) -> TraceError:
@@ -276,7 +335,7 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
             "Remove it (for a model of transformers, by "
             "model.gradient_checkpointing_disable()), because the region recomputes "
             "anyway; or import checkpoint from remat.interop.torch, which makes a "
-            "region inside the region.",
+            f"region inside the region; or use {_RERUN}.",
         )
     if is_backward and fakes.lacking(error) == "tensor outside":
         return refusal(
@@ -288,6 +347,23 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
             do="Pass it to the forward, and save it with ctx.save_for_backward.",
         )
     return of_a_step(error, line_of(error))
+
+
+#: What torch raises where a transform inside of a function is differentiated once more than it can.
+_OF_TORCHS_OWN = ("INTERNAL ASSERT FAILED", "requires special handling", "but got meta")
+
+
+def of_a_derivative(error: RuntimeError) -> TraceError | None:
+    """The error for a derivative of a traced function that torch's own transforms fail to trace."""
+    text = str(error).partition("\n")[0]
+    if not any(part in text for part in _OF_TORCHS_OWN):
+        return None
+    return untraceable(
+        where=line_of(error) or "the function",
+        what="a derivative of this order cannot be traced.",
+        why=f"torch fails in it: {text}",
+        do=f"Use {_RERUN}.",
+    )
 
 
 def of_a_step(error: Exception, where: str) -> RematError | None:

@@ -66,6 +66,7 @@ class Running:
         self.look_ups = LookUps()  # what `x[i]` gave where `i` is a number in a tensor
         #: An error of ours that torch may have replaced by one of its own.
         self.refused: RematError | None = None
+        self.default_dtype = torch.get_default_dtype()
         #: What torch functions of the user have raised, caught by the user's code or not.
         self.raised: list[Exception] = []
 
@@ -303,7 +304,9 @@ class UserCalls(TorchFunctionMode):
         running = self._running
         if trackers.registered and running.is_aside(args):
             return running.run_aside(func, args, kwargs)
-        refusals.require_tellable(func, args, running.is_operand)
+        if torch.get_default_dtype() is not running.default_dtype:
+            raise refusals.other_default_dtype(function_name(func) or "an operator")
+        refusals.require_tellable(func, args, kwargs, running.is_operand)
         args, kwargs = trees.map_tensors(lift, (args, kwargs))
         if any(map(trees.is_array, trees.flatten(args)[0])):
             raise refusals.from_array(function_name(func) or "tensor")

@@ -156,6 +156,8 @@ class _TraceRun:
         ):
             results = request.function(tuple(operands))
         running.is_custom |= lifting.has_functions
+        if not request.is_program:
+            refusals.require_no_gradients([*operands, *running.leaves])
         running.look_ups.require_unchanged()
         # Outside the mode, which would take the lift's own work for the user's.
         returned = [out if out is None else lift(out) for out in results]

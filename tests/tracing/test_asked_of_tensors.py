@@ -128,3 +128,101 @@ def test_what_is_asked_by_the_package_itself_is_not_told():
 
     with torch.autocast("cpu", torch.bfloat16):
         assert_bitwise(remat(lambda x: inner(x).sin())(w), inner(w).sin())
+
+
+def _held(x: Tensor) -> Tensor:
+    x.retain_grad()
+    return x.sin()
+
+
+def _cleared(x: Tensor) -> Tensor:
+    x.grad = None
+    return x.sin()
+
+
+def _deleted(x: Tensor) -> Tensor:
+    del x.grad
+    return x.sin()
+
+
+def _frozen(x: Tensor) -> Tensor:
+    x.requires_grad_(False)
+    return x.sin()
+
+
+def _turned_off(x: Tensor) -> Tensor:
+    x.requires_grad = False
+    return x.sin()
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun", "auto"])
+@pytest.mark.parametrize("is_captured", [False, True], ids=["argument", "captured"])
+@pytest.mark.parametrize("fun", [_held, _cleared, _deleted, _frozen, _turned_off])
+def test_what_autograd_is_told_of_a_tensor_from_outside_is_refused(
+    fun: Any, is_captured: bool, engine: Any
+) -> None:
+    """It would be told of a stand-in; that which is so already may be said."""
+    x, w = seeded(4).requires_grad_(), seeded(4).requires_grad_()
+
+    def captured(y: Tensor) -> Tensor:
+        return y * fun(w)
+
+    with pytest.raises(TraceError, match=r"test_asked_of_tensors\.py:\d+: is written"):
+        remat(captured if is_captured else fun, engine=engine)(x)
+    assert_bitwise(remat(lambda x: x.requires_grad_().sin())(x), x.sin())
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_an_argument_that_starts_to_need_a_gradient_is_told(engine: Any) -> None:
+    """As of the coordinates in a PINN, whose derivatives the function takes itself."""
+    w = seeded(4, 4).requires_grad_()
+
+    def slope(x: Tensor) -> Tensor:
+        x.requires_grad_()
+        return torch.autograd.grad((x @ w).sin().sum(), x, create_graph=True)[0]
+
+    with pytest.warns(RematWarning, match="Write it before the region is called"):
+        found = remat(slope, engine=engine)(seeded(2, 4))
+    assert_bitwise(found, slope(seeded(2, 4)))
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [Tensor.backward, lambda loss: torch.autograd.backward(loss)],
+    ids=["method", "function"],
+)
+def test_gradients_that_a_backward_leaves_outside_are_refused(backward: Any) -> None:
+    """Those of arguments and of captured tensors; the function's own leaves may have some."""
+    w = seeded(4).requires_grad_()
+
+    def fun(x: Tensor) -> Tensor:
+        backward((x * w.detach()).square().sum())
+        return x.sin()
+
+    def of_captured(x: Tensor) -> Tensor:
+        backward((x.detach() * w).square().sum())
+        return x.sin()
+
+    for each in (fun, of_captured):
+        with pytest.raises(TraceError, match=r"Use torch\.autograd\.grad"):
+            remat(each)(seeded(4).requires_grad_())
+    assert w.grad is None
+
+
+def test_another_default_dtype_inside_is_refused() -> None:
+    """A recomputation has that of the call; a run again sets it anew."""
+
+    def fun(x: Tensor) -> Tensor:
+        own = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return x * torch.ones(4)
+        finally:
+            torch.set_default_dtype(own)
+
+    x = seeded(4).float().requires_grad_()
+    with pytest.raises(
+        TraceError, match=r"test_asked.*:\d+: runs under torch\.float64"
+    ):
+        remat(fun)(x)
+    assert_bitwise(remat(fun, engine="rerun")(x), fun(x))

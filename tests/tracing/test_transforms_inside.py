@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap as batched
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
-from remat import CapturedTensorError, modules, remat
+from remat import CapturedTensorError, TraceError, modules, remat
 from tests.support import assert_bitwise, assert_close, seeded
 
 pytestmark = [
@@ -257,3 +257,43 @@ def test_a_parameter_that_the_function_makes_under_vmap(
     leaf = xs.clone().requires_grad_()
     (found,) = torch.autograd.grad(torch.vmap(region)(leaf).sin().sum(), leaf)
     assert_bitwise(found, gradient(made))
+
+
+def _stepped(w: Tensor, x: Tensor) -> Tensor:
+    """A loss after a step, whose gradient plain autograd takes inside."""
+    inner = (x @ w).tanh().square().sum()
+    (slope,) = torch.autograd.grad(inner, w, create_graph=True)
+    return (x @ (w - 0.1 * slope)).square().sum()
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize(
+    "derive",
+    [torch.func.hessian, lambda f: torch.func.jacfwd(torch.func.grad(f))],
+    ids=["hessian", "jacfwd(grad)"],
+)
+def test_plain_autograd_inside_is_differentiated_forward_over_reverse(
+    derive: Any, engine: str
+) -> None:
+    """Where forward mode and vmap hide that an operand requires grad."""
+    w, x = seeded(3, 2), seeded(4, 3, seed=1)
+    assert_close(derive(remat(_stepped, engine=engine))(w, x), derive(_stepped)(w, x))
+
+
+def test_where_torch_fails_in_a_derivative_a_run_again_is_advised() -> None:
+    """Which is right."""
+    w, xs = seeded(3, 2), seeded(5, 2, seed=1)
+
+    def laplacian(w: Tensor) -> Tensor:
+        def of_one(x: Tensor) -> Tensor:
+            found: Any = torch.func.hessian(lambda x: torch.tanh(w @ x).sum())(x)
+            return found.diagonal().sum()
+
+        return torch.vmap(of_one)(xs).square().mean()
+
+    def second(f: Any) -> Any:
+        return torch.func.jacrev(torch.func.jacrev(f))(w)
+
+    with pytest.raises(TraceError, match=r'torch fails in it: .*engine="rerun"'):
+        second(remat(laplacian))
+    assert_close(second(remat(laplacian, engine="rerun")), second(laplacian))
