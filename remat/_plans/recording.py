@@ -349,13 +349,26 @@ def _optimizer_bytes(
         return optimizer, 0
     made = optimizer(parameters)
     before = live.peak = live.now
-    with fakes.updated_as_real():
-        made.step()
-        state = live.now - before
-        first, again = live.peak - live.now, live.now
-        live.peak = live.now
-        made.step()
+    try:
+        with fakes.updated_as_real():
+            made.step()
+            state = live.now - before
+            first, again = live.peak - live.now, live.now
+            live.peak = live.now
+            made.step()
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise _unknown_step(made, error) from error
     return state, max(first, live.peak - again)
+
+
+def _unknown_step(optimizer: Any, error: Exception) -> TraceError:
+    return refusal(
+        TraceError,
+        where=f"the step of {type(optimizer).__name__}, in fit or modules.plan",
+        what="does not run on tensors without data.",
+        why=f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".") + ".",
+        do="State what its state takes: optimizer=2.0 for twice the parameters, or a size.",
+    )
 
 
 _BY_HAND = (

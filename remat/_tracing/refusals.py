@@ -279,6 +279,16 @@ def driven(module: nn.Module) -> TraceError:
     )
 
 
+def view_of_unknown(line: str) -> TraceError:
+    """The error for a returned view of which the trace has lost what it is a view of."""
+    return untraceable(
+        where=line or "a tensor that the function returns",
+        what="is a view of a tensor that was transposed in place, and written to since.",
+        why="The written tensor has another layout in the trace, in which the view is none.",
+        do=f"Write x = x.mT instead of x.t_(), or use {_RERUN}.",
+    )
+
+
 def mutates(line: str) -> MutationError:
     """The error for an in-place change, on this line, of a differentiated argument."""
     return refusal(

@@ -389,7 +389,8 @@ def _views_of_returned(
             yield View(None, None, None, True)
         else:
             path = view_path(graph, bases, ref)
-            assert path is not None, f"{ref} is not an output, an operand, or a view"
+            if path is None:
+                raise refusals.view_of_unknown(graph.values[ref.index].source)
             base, steps = path
             is_output = base in plain
             output = plain.index(base) if is_output else None

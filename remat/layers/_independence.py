@@ -19,7 +19,7 @@ import torch
 
 from remat._calls.decorated import undecided
 from remat._calls.entry import Entry
-from remat._errors import MutationError, TileError, refusal
+from remat._errors import MutationError, RematError, TileError, refusal
 from remat._graph import operators
 from remat._graph.meta import TensorMeta, metas_in
 from remat._graph.values import Graph, Ref, Value, prune, refs
@@ -55,16 +55,11 @@ def require_independent(
     # A tile of one place would not show what is broadcast along it.
     last, size = call.sizes(size)[-1], max(size, 2)
     whole = call.length if call.length > size else 2 * size
-
-    def traced(region: Any, length: int) -> tuple[Entry, list[State]]:
-        (args, kwargs), states = call.stand_in(length, is_part=True)
-        return region.entry_of(args, kwargs)[0], states
-
-    entry, states = traced(region, size)
+    entry, states = _traced_tile(region, call, size)
     known, judged = (_judged.setdefault(entry.region, set()), (size, whole, last))
     if (pattern.text, reduce, judged) in known:
         return
-    name = getattr(region, "__qualname__", type(region).__name__)
+    name = _name_of(region)
     if entry.written or entry.changed:
         raise refusal(
             MutationError,
@@ -75,8 +70,8 @@ def require_independent(
         )
     tile = _Forward(entry)
     # Its policy may be one for a tile alone: a budget, a plan.
-    others = [_Forward(traced(undecided(region), whole)[0])]
-    others += [_Forward(traced(region, last)[0])] if last > 1 else []
+    others = [_Forward(_traced(undecided(region), call, whole)[0])]
+    others += [_Forward(_traced(region, call, last)[0])] if last > 1 else []
     for other in others:
         _require_same_steps(tile, other)
     results = _results_of(tile, others[0], states, (size, whole))
@@ -89,9 +84,35 @@ def require_independent(
     for other in others:
         _require_same_numbers(tile, other)
     if last == 1:
-        one_place = _Forward(traced(region, 1)[0])
+        one_place = _Forward(_traced(region, call, 1)[0])
         _require_like_one_place(tile, one_place, results, size)
     known.add((pattern.text, reduce, judged))
+
+
+def _name_of(region: Any) -> str:
+    return getattr(region, "__qualname__", type(region).__name__)
+
+
+def _traced(region: Any, call: Call, length: int) -> tuple[Entry, list[State]]:
+    (args, kwargs), states = call.stand_in(length, is_part=True)
+    return region.entry_of(args, kwargs)[0], states
+
+
+def _traced_tile(region: Any, call: Call, size: int) -> tuple[Entry, list[State]]:
+    try:
+        return _traced(region, call, size)
+    except RematError:
+        raise
+    except RuntimeError as error:
+        _traced(undecided(region), call, call.length)  # an error of the function's own
+        raise refusal(
+            TileError,
+            where=f"tiled: {_name_of(region)}",
+            what=f"fails on {size} of the {call.length} places, but not on all of them.",
+            why=f"{error}".partition("\n")[0].rstrip(".") + ".",
+            do="Pass a tensor that has a value for each place as a positional argument, with "
+            '"(tile n)" in its pattern: a captured one, or a keyword, is the same for all tiles.',
+        ) from error
 
 
 @final

@@ -420,3 +420,19 @@ def test_tiles_of_one_place_are_judged_by_larger_ones(tiles: int):
 
     with pytest.raises(TileError, match=r"add at .* has a value for each place"):
         tiled(lambda x: x + bias[: x.shape[1]], ALIKE, tiles=tiles)(X)
+
+
+@pytest.mark.parametrize("is_keyword", [False, True], ids=["captured", "keyword"])
+def test_a_value_for_each_place_must_be_cut_too(is_keyword: bool) -> None:
+    """It is refused by what would help; an error of the function's own stays its own."""
+    x, mask = seeded(13, 4), seeded(13, 4, seed=1)
+    pattern = "(tile n) d -> (tile n) d"
+
+    def fun(x: Tensor, given: Any = mask) -> Tensor:
+        return x * given
+
+    options = {"given": mask} if is_keyword else {}
+    with pytest.raises(TileError, match=r"on 4 of the 13 places.*positional argument"):
+        tiled(fun, pattern, tiles=4)(x, **options)
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        tiled(lambda x: x @ x, pattern, tiles=4)(x)

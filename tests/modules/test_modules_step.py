@@ -370,3 +370,18 @@ def test_a_part_with_two_names_keeps_its_tensors(has_data: bool) -> None:
 
     after = [*model.parameters(), *model.buffers()]
     assert all(one is other for one, other in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.LBFGS,
+        torch.optim.Adafactor,
+        lambda given: [torch.optim.SGD([each]) for each in given],
+    ],
+    ids=["a closure", "numbers", "several"],
+)
+def test_an_optimizer_that_does_not_run_without_data_may_be_stated(make: Any) -> None:
+    step = modules.Step(loss_of, make)
+    with pytest.raises(TraceError, match=r"^the step of .*State what its state takes"):
+        modules.plan(Words(), peak="1GiB", where="layers.*", step=step)(TOKENS)

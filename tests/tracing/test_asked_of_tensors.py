@@ -226,3 +226,19 @@ def test_another_default_dtype_inside_is_refused() -> None:
     ):
         remat(fun)(x)
     assert_bitwise(remat(fun, engine="rerun")(x), fun(x))
+
+
+def test_a_view_of_what_was_transposed_in_place_and_written_is_refused() -> None:
+    """A run again returns it."""
+
+    def fun(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.clone()
+        y.t_()
+        view = y.T
+        view[0] = 1.0
+        return y, view
+
+    x = seeded(2, 3).requires_grad_()
+    with pytest.raises(TraceError, match=r'transposed in place.*engine="rerun"'):
+        remat(fun)(x)
+    assert_bitwise(remat(fun, engine="rerun")(x), fun(x))
