@@ -22,9 +22,8 @@ ANY_BYTES = 2**62
 _NODES = 200  # a heuristic: how often the search for a peak may branch
 _APART = 0.01  # how much less the points beside what was found recompute, or hold
 _ROUGHLY = 4  # of how many budgets of a frontier a rough look takes one
-_CLEARLY = (
-    0.05  # a heuristic, of what is to be gained: many small kernels take time, too
-)
+# A heuristic, of what could be gained: many small kernels take time, too.
+_CLEARLY = 0.05
 
 
 @final

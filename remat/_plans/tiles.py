@@ -65,7 +65,7 @@ def with_tiles(
     while (better := _with_more(rows, rough, attempt)) is not None:
         rows, rough = better
     more = tuple(each for each in rows if each.tiles > each.before)
-    with _run_in(more):
+    with run_in(more):
         found = attempt(False)
     return (found, more) if found[0].is_better_than(best[0]) else (best, ())
 
@@ -79,7 +79,7 @@ def _with_more(
         more = [dataclasses.replace(each, tiles=2 * each.tiles) for each in doubled]
         more += [each for each in rows if each not in doubled]
         try:
-            with noting_tiled() as noted, _run_in(more):
+            with noting_tiled() as noted, run_in(more):
                 found, _ = attempt(True)
         except RematError:  # as of a function that is not independent along the axis
             continue
@@ -90,7 +90,7 @@ def _with_more(
 
 
 @contextlib.contextmanager
-def _run_in(rows: Iterable[TilesRow]) -> Generator[None]:
+def run_in(rows: Iterable[TilesRow]) -> Generator[None]:
     """Has the functions run in so many tiles inside."""
     with contextlib.ExitStack() as stack:
         for row in rows:

@@ -1,6 +1,6 @@
-"""Blocks that change what regions do: `disabled()` and `first_order()`; and what plans hear by.
+"""Blocks that change what regions do: `disabled()` and `first_order()`; and those of plans.
 
-Both are seldom entered, but each call of a region has to ask for both. One number answers
+The two are seldom entered, but each call of a region has to ask for both. One number answers
 for all threads: zero means that no such block is open.
 
 `torch.func.grad` records every backward in case somebody differentiates it, and the record

@@ -210,6 +210,16 @@ def fake_mode(home: torch.device, shape_env: Any = None) -> FakeTensorMode:
     return _FakeMode(home, shape_env)
 
 
+def forget_operators() -> None:
+    """Forgets what torch remembers of operators on fake tensors.
+
+    After a trace that failed between levels of torch.func, it gives later ones tensors of another
+    layout than the operators would ("has_fw_view() INTERNAL ASSERT FAILED"). Obsolete when the
+    memory tells these apart.
+    """
+    FakeTensorMode.cache_clear()
+
+
 def call_on_fakes(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:

@@ -177,12 +177,14 @@ def require_tellable(
 
     `is_operand` says of a tensor whether it is from outside of the function.
     """
-    history, setting = ASK_FOR_HISTORY.get(func), SET_FOR_AUTOGRAD.get(func)
-    is_asked = func == GET_GRAD or func in ASK_FOR_MEMORY or history or setting
+    setting = SET_FOR_AUTOGRAD.get(func)
+    # Also where torch's code sets it, as `module.requires_grad_(False)` does.
+    if setting and is_operand(args[0]):
+        _require_no_setting(setting, args, kwargs)
+    history = ASK_FOR_HISTORY.get(func)
+    is_asked = func == GET_GRAD or func in ASK_FOR_MEMORY or history
     if not is_asked or is_called_by_torch():
         return
-    if setting and is_operand(args[0]):
-        _require_no_setting(func, setting, args, kwargs)
     if history and is_operand(args[0]) and is_asked_by_user():
         warn(
             where=f"`.{history}` of {TensorMeta.of(args[0])} at {user_line()}",
@@ -208,7 +210,7 @@ def require_tellable(
 
 
 def _require_no_setting(
-    func: Any, setting: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    setting: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     tensor = args[0]
     where = f"`{setting}` of {TensorMeta.of(tensor)} at {user_line()}"

@@ -24,7 +24,7 @@ from remat._graph.zeros import without_zeros
 from remat._switches.numerics import Numerics
 from remat._torch import autocast, autograd, dtensor, isolation, tracer
 from remat._torch.attributes import attributes_as
-from remat._torch.fakes import fake_mode, wraps_fakes
+from remat._torch.fakes import fake_mode, forget_operators, wraps_fakes
 from remat._torch.modules import converting_by
 from remat._torch.sizes import OpenSizes, shape_env_of
 from remat._tracing import collectives, engines, importing, in_place_operators, refusals
@@ -106,7 +106,7 @@ def trace(request: Request) -> Traced:
         running.mode,
     ):
         run = _TraceRun(request, running)
-        with on_error(lambda: take_out(running.fakes)):
+        with on_error(forget_operators), on_error(lambda: take_out(running.fakes)):
             module = _record_run(run)
             return _finish_trace(run, module)
 

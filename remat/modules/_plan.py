@@ -17,7 +17,7 @@ from remat._partition.budgets import peak_limit
 from remat._plans.plan import Plan
 from remat._plans.recording import Recording
 from remat._plans.shares import Loads, Search, Shares
-from remat._plans.tiles import TilesRow, with_tiles
+from remat._plans.tiles import TilesRow, run_in, with_tiles
 from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._torch import trees
 from remat.modules._apply import Where, apply, without_regions
@@ -204,9 +204,10 @@ def plan(
             )
             if not search.fits:
                 raise _over(search.limit, chosen)
+            with run_in(tiles):
+                _apply_plans(model, calls, chosen, bound)
             for row in tiles:
                 row.apply()
-            _apply_plans(model, calls, chosen, bound)
         return dataclasses.replace(chosen, tiles=tiles)
 
     return planned

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from remat import _captures
 from remat._generators import device_states
 from remat._torch import trees
+from remat._torch.modules import called_with
 from remat._torch.tensors import storage_key
 from remat._tracing.arguments import labels
 from remat.testing._named_transforms import is_differentiable
@@ -122,10 +123,11 @@ class FlatFunction:
         assert isinstance(module, nn.Module)
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            given = dict(zip(names, tensors, strict=False))
+            own = dict(module.named_parameters())
+            given = zip(names, tensors, strict=False)
+            instead = {id(own[name]): tensor for name, tensor in given}
             args, kwargs = self._bound_arguments(tensors[len(names) :])
-            result = torch.func.functional_call(module, given, args, kwargs)
-            return self._tensors_of(result)
+            return self._tensors_of(called_with(module, instead, args, kwargs))
 
         return run
 

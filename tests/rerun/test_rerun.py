@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from remat import (
     SavedTensorModifiedError,
@@ -221,6 +222,35 @@ def test_a_sparse_argument(make: Callable[[Tensor], Tensor]) -> None:
         assert found is not None
         assert expected is not None
         assert_bitwise(found.to_dense(), expected.to_dense())
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["rerun", "auto"])
+@pytest.mark.parametrize("name", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
+@pytest.mark.filterwarnings("ignore::remat.RematWarning")
+def test_a_sparse_argument_without_a_gradient(name: str, engine: Any) -> None:
+    """As an adjacency matrix; whether it was changed is seen by its parts."""
+    matrix, x = getattr(seeded(3, 4).relu(), name)(), seeded(4, 2).requires_grad_()
+    expected = torch.autograd.grad((matrix @ x).sin().sum(), x)
+    region = remat(lambda matrix, x: (matrix @ x).sin(), engine=engine)
+    assert_bitwise(torch.autograd.grad(region(matrix, x).sum(), x), expected)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["rerun", "auto"])
+@pytest.mark.filterwarnings("ignore::remat.RematWarning")
+def test_torchs_checkpoint_inside(engine: Any) -> None:
+    """A trace refuses it where it reaches a parameter."""
+    w, x = seeded(4, 4).requires_grad_(), seeded(2, 4)
+
+    def fun(x: Tensor) -> Tensor:
+        return checkpoint(lambda x: (x @ w).sin(), x, use_reentrant=False)
+
+    with pytest.raises(TraceError, match=r'checkpoint.*engine="rerun"'):
+        remat(fun)(x)
+    found = torch.autograd.grad(remat(fun, engine=engine)(x).sum(), w)
+    assert_bitwise(found, torch.autograd.grad(fun(x).sum(), w))
 
 
 def unnested(values: Tensor, offsets: Tensor) -> Tensor:

@@ -265,8 +265,9 @@ def test_modules_with_buffers_and_draws():
 
 
 def test_functional_calls():
-    """The parameters of a module are replaced, and differentiated."""
-    plain = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    """The parameters of a module are replaced, differentiated, and put back under each name."""
+    linear = nn.Linear(3, 3)
+    plain, weight = nn.Sequential(linear, nn.Tanh(), linear), linear.weight
     transforms = [
         "functional_call",
         "grad(functional_call)",
@@ -278,6 +279,7 @@ def test_functional_calls():
     )
 
     assert found.compared == tuple(transforms)
+    assert linear.weight is weight
 
 
 def test_a_buffer_changed_twice_is_found():

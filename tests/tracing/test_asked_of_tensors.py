@@ -172,6 +172,19 @@ def test_what_autograd_is_told_of_a_tensor_from_outside_is_refused(
     assert_bitwise(remat(lambda x: x.requires_grad_().sin())(x), x.sin())
 
 
+@pytest.mark.parametrize("engine", ["trace", "rerun", "auto"])
+def test_so_is_a_module_that_the_function_freezes(engine: Any) -> None:
+    """Whose own code, torch's, tells autograd."""
+    layer = nn.Linear(4, 4).double()
+
+    def fun(x: Tensor) -> Tensor:
+        return layer.requires_grad_(False)(x)
+
+    with pytest.raises(TraceError, match="is written inside a region"):
+        remat(fun, engine=engine)(seeded(2, 4).requires_grad_())
+    assert layer.weight.requires_grad
+
+
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 def test_an_argument_that_starts_to_need_a_gradient_is_told(engine: Any) -> None:
     """As of the coordinates in a PINN, whose derivatives the function takes itself."""

@@ -297,3 +297,13 @@ def test_where_torch_fails_in_a_derivative_a_run_again_is_advised() -> None:
     with pytest.raises(TraceError, match=r'torch fails in it: .*engine="rerun"'):
         second(remat(laplacian))
     assert_close(second(remat(laplacian, engine="rerun")), second(laplacian))
+
+    def products(w: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda x: torch.tanh(w @ x).sum())
+        push = torch.vmap(lambda x: torch.func.jvp(slope, (x,), (x,))[1].sum())
+        return push(xs).sum()
+
+    # torch's memory of that trace would fail this one.
+    assert_close(
+        torch.func.hessian(remat(products))(w), torch.func.hessian(products)(w)
+    )
