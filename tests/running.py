@@ -54,7 +54,11 @@ def _add_up_in_one_order(config: pytest.Config) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic: Any = torch.utils.deterministic
     deterministic.fill_uninitialized_memory = False
-    config.addinivalue_line("filterwarnings", "ignore:.* does not have a deterministic")
+    for warning in (
+        "does not have a deterministic",
+        "to a non-deterministic algorithm",
+    ):
+        config.addinivalue_line("filterwarnings", f"ignore:.* {warning}")
 
 
 def pytest_collection_modifyitems(

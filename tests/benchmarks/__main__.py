@@ -20,6 +20,7 @@ OTHERS = {
     "fit": "tests.benchmarks.fit",
     "fit-times": "tests.benchmarks.fit_times",
     "gpu": "tests.benchmarks.gpu",
+    "gpu-fit": "tests.benchmarks.gpu_fit",
     "growth": "tests.benchmarks.growth",
     "llama": "tests.benchmarks.llama",
     "overhead": "tests.benchmarks.overhead",

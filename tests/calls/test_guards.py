@@ -91,7 +91,7 @@ def test_calls_that_differ_in_anything_else_are_not(call):
 @pytest.mark.parametrize(
     "context",
     [
-        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast(torch.get_default_device().type, torch.bfloat16),
         torch.inference_mode,
     ],
     ids=["autocast", "inference mode"],
