@@ -94,6 +94,29 @@ class Program:
         with watcher.following(self.graph, inputs) as at:
             return self._watched(at, inputs)
 
+    def in_turns(
+        self, inputs: Sequence[Tensor], turn: Callable[[bool], None]
+    ) -> list[Any]:
+        """`__call__`, where a backward's own steps run under other switches than what it repeats.
+
+        `turn` is told of each step, before it runs, whether it repeats one of the forward.
+        """
+        values = self.graph.values
+        has_own = any(each.is_backward and each.rank < 0 for each in values)
+        if not has_own or tracer.proxy_is_active():
+            return self(inputs)
+        watcher = watching.watcher()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            following = watcher and watcher.following(self.graph, inputs)
+            at = stack.enter_context(following) if following else _unheard
+
+            def before(index: int) -> None:
+                turn(values[index].is_repeat)
+                at(index)
+
+            return self._watched(before, [*inputs])
+
     @functools.cached_property
     def _lender(self) -> Lender | None:
         # Of a compiled program each variant would be compiled, which takes seconds.
@@ -178,6 +201,10 @@ class Program:
     def operators(self) -> tuple[str, ...]:
         """The operators that a run executes, in order."""
         return self.graph.operators
+
+
+def _unheard(index: int) -> None:
+    """Nobody listens."""
 
 
 class _ProgramWriter:

@@ -167,17 +167,20 @@ class Forward:
         if self.numerics.are_met_by(numerics):
             found = self._run(tensors)
         else:
-            with self.numerics.settled():
-                found = self._run(tensors)
+            with self.numerics.settled() as turn:
+                found = self._run(tensors, turn)
         return Results.of(self.shape, found, self.flows)
 
-    def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _run(
+        self, tensors: Sequence[Tensor], turn: Callable[[bool], None] | None = None
+    ) -> list[Tensor]:
         tensors = resumed(tensors)
         if self.placements is not None:
             tensors = list(map(dtensor.local_part, tensors))
         if self.verification is not None:
             self.verification(tensors)
-        found = self.program(tensors)
+        program = self.program
+        found = program.in_turns(tensors, turn) if turn else program(tensors)
         for index in self.untracked:
             found[index] = autograd.untracked_alias(found[index])
         for index, placement in enumerate(self.placements or ()):

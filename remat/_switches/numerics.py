@@ -85,12 +85,30 @@ class Numerics(NamedTuple):
             yield
 
     @contextlib.contextmanager
-    def settled(self) -> Generator[None]:
-        """Runs the body under these switches, autocast off: a program holds its casts."""
+    def settled(self) -> Generator[Callable[[bool], None] | None]:
+        """Runs the body under these switches, autocast off: a program holds its casts.
+
+        Yields:
+            What puts these in force for a step that repeats the forward's, and those of outside for
+            one of the backward's own, as plain autograd does. None where they are the same.
+        """
         found = Numerics.current()
         if self.are_met_by(found):
-            yield
+            yield None
             return
+
+        in_force = self
+
+        def turn(is_repeat: bool) -> None:
+            nonlocal in_force
+            wanted = self if is_repeat else found
+            if wanted is in_force:
+                return
+            wanted.put_in_force()
+            if wanted.matmul_precision != in_force.matmul_precision:
+                guards.set_matmul_precision(wanted.matmul_precision)
+            in_force = wanted
+
         with guards.with_matmul_precision(self.matmul_precision):
             try:
                 self.put_in_force()
@@ -98,7 +116,7 @@ class Numerics(NamedTuple):
                     for device, dtype in found.autocast:
                         off = torch.autocast(device, dtype, enabled=False)
                         stack.enter_context(off)
-                    yield
+                    yield None if found[2:] == self[2:] else turn
             finally:
                 found.put_in_force()
 

@@ -77,19 +77,20 @@ def with_matmul_precision(precision: Precision) -> Generator[None]:
     found, before = matmul_precision(), _precisions()
     try:
         if precision != found:
-            _set_matmul_precision(precision)
+            set_matmul_precision(precision)
         yield
     finally:
         if not precision == found == matmul_precision():
             if isinstance(found, str):
-                _set_matmul_precision(found)
+                set_matmul_precision(found)
             for product, each in zip(_PRODUCTS, before, strict=True):
                 product.fp32_precision = "none"
                 if product.fp32_precision != each:
                     product.fp32_precision = each
 
 
-def _set_matmul_precision(precision: Precision) -> None:
+def set_matmul_precision(precision: Precision) -> None:
+    """Sets what `matmul_precision` once returned."""
     if isinstance(precision, str):
         torch._C._set_float32_matmul_precision(precision)
         return

@@ -5,6 +5,7 @@ under the forward's."
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -91,11 +92,13 @@ def matmul_precision(value: str) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def deterministic(*, warn_only: bool = False) -> Iterator[None]:
     """Deterministic algorithms, for a while."""
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
 
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -182,6 +185,67 @@ def test_a_switch_in_the_backward_alone(around: Around, engine: str) -> None:
     assert_bitwise(
         value_and_gradients(region, contextlib.nullcontext, around), expected
     )
+
+
+_met: list[tuple[str, str, bool]] = []
+
+
+def _note(step: str) -> None:
+    precision = torch.get_float32_matmul_precision()
+    _met.append((step, precision, torch.are_deterministic_algorithms_enabled()))
+
+
+@torch.library.custom_op("remat_tests::noting", mutates_args=())
+def noting(x: Tensor) -> Tensor:
+    """A product that notes under which switches it runs, and so does its gradient."""
+    _note("product")
+    return x * 2
+
+
+@torch.library.custom_op("remat_tests::noting_gradient", mutates_args=())
+def noting_gradient(x: Tensor) -> Tensor:
+    """The gradient of `noting`."""
+    _note("gradient")
+    return x * 2
+
+
+for _operator in (noting, noting_gradient):
+    _operator.register_fake(torch.empty_like)
+noting.register_autograd(lambda _, cotangent: noting_gradient(cotangent))
+
+
+AROUND: dict[str, Around] = {
+    "nothing": contextlib.nullcontext,
+    "high": lambda: matmul_precision("high"),
+    "medium": lambda: matmul_precision("medium"),
+    "deterministic": deterministic,
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize(
+    ("forward", "backward"), list(itertools.permutations(AROUND, 2))
+)
+def test_what_a_backward_does_not_repeat_runs_under_its_own_switches(
+    forward: str, backward: str, engine: Any
+) -> None:
+    """What it repeats runs under those of the forward; both as in plain torch."""
+
+    def steps_of(fun: Callable[[Tensor], Tensor]) -> list[tuple[str, str, bool]]:
+        _met.clear()
+        x = seeded(3).requires_grad_()
+        with AROUND[forward]():
+            y = fun(x).sum()
+        with AROUND[backward]():
+            torch.autograd.grad(y, x)
+        return list(_met)
+
+    def fun(x: Tensor) -> Tensor:
+        return noting(noting(x).sin()).sin()
+
+    products, gradients = steps_of(fun)[:2], steps_of(fun)[2:]
+    assert steps_of(remat(fun, engine=engine)) == [*products, *products, *gradients]
 
 
 def by_default_device(x: Tensor) -> Tensor:
