@@ -141,9 +141,9 @@ class DecoratedFunction(Generic[_P, _R]):
         code, settings = _captures.code_key(self._fun), self._resolved
         key = (code, settings)
         if key not in _caches:
-            own = [each for each in _caches if each[0] == code]
+            own = [each for each in list(_caches) if each[0] == code]  # of all threads
             if len(own) >= _MOST_OPTIONS:
-                del _caches[own[0]]
+                _caches.pop(own[0], None)
                 warn(
                     where=self._where,
                     what=f"was decorated with more than {_MOST_OPTIONS} sets of options; "

@@ -24,7 +24,6 @@ from remat._programs.inside_traces import interpret
 from remat._switches.numerics import Numerics
 from remat._torch import autograd, levels, tracer
 from remat._tracing.open_sizes import Templates
-from remat._tracing.refusals import of_a_derivative
 from remat._tracing.trace import Flat, Request, trace, with_states
 
 _V = TypeVar("_V")
@@ -93,15 +92,10 @@ class Function:
             self.restored(roots),
             self.numerics.applied(),
         ):
-            try:
-                if self.templates is None or any(map(is_open, operands)):
-                    joints = trace(request).joints
-                else:
-                    joints = self.templates.joints(self.key, request)
-            except RuntimeError as error:
-                if (refused := of_a_derivative(error)) is None:
-                    raise
-                raise refused from error
+            if self.templates is None or any(map(is_open, operands)):
+                joints = trace(request).joints
+            else:
+                joints = self.templates.joints(self.key, request)
         return tuple(with_states(joint, states) for joint in joints)
 
     def outline(

@@ -179,10 +179,14 @@ class _FakeMode(FakeTensorMode):
 
     def _as_laid_out_by_kernels(self, func: Any, args: Any, found: Any) -> Any:
         source = _LAID_OUT_BY.get(func)
-        if source is not None and args[source].device.type == "cpu":
+        is_on_cpu = source is not None and args[source].device.type == "cpu"
+        if is_on_cpu or func is aten.native_group_norm_backward.default:
             first, *rest = found
             if first is not None:
-                layout = suggest_memory_format(args[source])
+                # Elsewhere it is contiguous, whatever the argument.
+                layout = torch.contiguous_format
+                if is_on_cpu:
+                    layout = suggest_memory_format(args[source])
                 first = torch.empty_like(first, memory_format=layout)
             return (first, *rest)
         if func is aten.multilabel_margin_loss_forward.default and args[0].dim() < 2:

@@ -365,14 +365,14 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
 _OF_TORCHS_OWN = ("INTERNAL ASSERT FAILED", "requires special handling", "but got meta")
 
 
-def of_a_derivative(error: RuntimeError) -> TraceError | None:
-    """The error for a derivative of a traced function that torch's own transforms fail to trace."""
+def of_torchs_own(error: Exception) -> TraceError | None:
+    """The error for a function, or a derivative of it, that torch's own transforms fail to trace."""
     text = str(error).partition("\n")[0]
     if not any(part in text for part in _OF_TORCHS_OWN):
         return None
     return untraceable(
         where=line_of(error) or "the function",
-        what="a derivative of this order cannot be traced.",
+        what="it, or its derivative of this order, cannot be traced.",
         why=f"torch fails in it: {text}",
         do=f"Use {_RERUN}.",
     )

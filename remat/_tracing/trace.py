@@ -294,6 +294,7 @@ def _record_run(run: _TraceRun) -> fx.GraphModule:
             raise
         is_backward = bool(run.layouts)
         found = running.refused or refusals.of_the_users(error, is_backward=is_backward)
+        found = found or refusals.of_torchs_own(error)
         if found is None:
             raise
         raise found from error

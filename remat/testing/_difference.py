@@ -133,7 +133,7 @@ def first_difference(
     Returns:
         A function of the arguments of a call, which returns a `Difference`, or None if
         all outputs and gradients agree to the last bit, and so do the arguments,
-        captured tensors and the generator after the call.
+        captured tensors and the generators after the call.
 
     Example:
         >>> import torch

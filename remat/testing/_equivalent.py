@@ -71,8 +71,8 @@ def assert_equivalent(
     one state of the generators and of the captured tensors, which is restored after
     each run. It compares outputs; gradients of every floating tensor argument, or of
     those that require grad if any does, and of captured tensors that require grad; and
-    the arguments, captured tensors such as buffers, and the default generator after the
-    call.
+    the arguments, captured tensors such as buffers, and the default generators of all
+    devices in use after the call.
 
     Laws: if the second function is a region, its outputs, and its gradients under
     "backward" and "grad", must equal those of the first under `.backward()` to the last

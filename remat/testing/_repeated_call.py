@@ -64,6 +64,8 @@ class RepeatedCall:
         self._functions = tuple(map(inspect.unwrap, functions))
         self._survey = _captures.Survey(self._functions)
         self._numbers = [(each, each.detach().clone()) for each in self._survey.reached]
+        homes = {each.device for each in (*self._tensors, *self._survey.reached)}
+        self._devices = {torch.get_default_device(), *homes}
         self._cpu = torch.get_rng_state()
 
     def copied(self) -> list[Any]:
@@ -77,7 +79,7 @@ class RepeatedCall:
         """Inside, the state may change; afterwards it is restored, and noted as it was."""
         flat = FlatFunction(function, self)
         leaves = flat.leaves
-        with device_states.put_back({each.device for each in self._tensors}):
+        with device_states.put_back(self._devices):
             torch.set_rng_state(self._cpu)
             try:
                 yield flat
@@ -86,9 +88,13 @@ class RepeatedCall:
                 self._survey.restore(self._numbers)
 
     def _state_after(self, leaves: Sequence[Any]) -> dict[str, Tensor]:
-        """What is now in the tensors that either function reaches, and in the generator."""
+        """What is now in the tensors that either function reaches, and in the generators."""
         found = captured(*self._functions)
         found["the default generator"] = torch.get_rng_state()
+        for device in filter(device_states.has, self._devices):
+            if device.type != "cpu":
+                state = device_states.get(device)
+                found[f"the default generator of {device}"] = state
         arguments = zip(self.labels, leaves, strict=True)
         found |= {name: leaf for name, leaf in arguments if isinstance(leaf, Tensor)}
         return {label: tensor.detach().clone() for label, tensor in found.items()}
