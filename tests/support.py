@@ -428,6 +428,12 @@ def default_generator() -> torch.Generator:
     return known[home.index] if known else torch.default_generator
 
 
+def name_of_generator() -> str:
+    """What messages call it."""
+    home = torch.get_default_device()
+    return f"the default generator{'' if home.type == 'cpu' else f' of {home}'}"
+
+
 class FakeDevice:
     """What `torch.cuda` offers for generators, without a device behind it."""
 

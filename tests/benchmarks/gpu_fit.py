@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from remat import BudgetError, modules
 from remat.interop import transformers as interop
-from tests.benchmarks.tables import heading
 
 GIB = 2**30
 PARTS = (0.9, 0.7, 0.5, 0.35)
@@ -202,7 +201,8 @@ def main(threads: int, cases: Sequence[Callable[[], Case]] = CASES) -> int:
         return 0
     warnings.simplefilter("ignore")
     module: Any = torch.get_device_module(device)
-    print(heading(), getattr(module, "get_device_name", str)(device), "\n")
+    name = getattr(module, "get_device_name", str)(device)
+    print(f"torch {torch.__version__}, {name}, {ROUNDS} rounds.\n")
     print(TABLE, flush=True)
     for make in cases:
         for line in rows_of(make, device):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from tests.benchmarks import __main__ as command, gpu
+from tests.benchmarks import __main__ as command, gpu, gpu_fit
 from tests.benchmarks.contenders import contenders
 
 TINY = gpu.Size(32, 16, layers=3, dtype=torch.float32, kernel=SDPBackend.MATH)
@@ -74,3 +74,19 @@ def test_an_accelerator_is_measured() -> None:
     batches = [int(found[f"remat, {name}"][-1]) for name in kept]
     assert batches == sorted(batches, reverse=True)
     assert 0 < batches[-1] < batches[0]
+
+
+@pytest.mark.standin
+def test_planned_steps_are_measured_there() -> None:
+    """A step for each limit, or the smallest peak that can be kept."""
+    device = torch.device("standin", 0)
+
+    lines = list(
+        gpu_fit.rows_of(lambda: gpu_fit.convolutions(8, 2, 8), device, (0.9, 0.01))
+    )
+
+    plain, planned, refused = map(cells, lines)
+    assert plain[0] == "convolutions 8 x 2, no regions"
+    assert planned[0].startswith("convolutions 8 x 2, ")
+    assert "%" in planned[3]
+    assert refused[1].startswith("refused: at least ")

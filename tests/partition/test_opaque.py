@@ -160,7 +160,7 @@ class Writing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
-        found = torch.empty(2, *gradient.shape, dtype=gradient.dtype)
+        found = gradient.new_empty(2, *gradient.shape)
         write(gradient, found[0])
         return found[0] * ctx.saved_tensors[0], None
 

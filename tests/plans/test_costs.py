@@ -158,12 +158,14 @@ def test_equal_programs_on_other_devices_are_planned_apart() -> None:
     """What waits on the CPU already is kept there; elsewhere it is moved, which costs."""
     allow = policies.everything_saveable.stored(storage.Offload(pin=False))
     policy: Any = policies.budget(2**20, allow)
-    here = leaves()
-    there = [
-        each.detach().to("meta").requires_grad_(each.requires_grad) for each in here
-    ]
     planners = [
-        Planner(remat(block), tuple(args), {}, policy) for args in (here, there)
+        Planner(
+            remat(block),
+            tuple(each.detach().to(home).requires_grad_() for each in leaves()),
+            {},
+            policy,
+        )
+        for home in ("cpu", "meta")
     ]
 
     apart = [Shares([each]).whole[0].recompute_cost for each in planners]

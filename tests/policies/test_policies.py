@@ -383,9 +383,9 @@ def test_a_policy_sees_what_an_operator_took():
     x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4, dtype=torch.float32)
     remat(lambda x, w: torch.cat([x @ w, x], dim=1).sum(0, dtype=torch.float64), policy=policy)(x, w)  # fmt: skip
 
-    cpu = torch.device("cpu")
+    here = torch.get_default_device()
     left, right, made = (
-        Operand(shape, torch.float32, cpu) for shape in ((2, 3), (3, 4), (2, 4))
+        Operand(shape, torch.float32, here) for shape in ((2, 3), (3, 4), (2, 4))
     )
     assert seen["aten.mm.default"] == ((left, right), ())
     assert seen["aten.cat.default"] == (((made, left), 1), ())

@@ -244,7 +244,7 @@ def test_a_law_is_not_given_up(fun: Any, options: Any, error: Any) -> None:
 @pytest.mark.contract
 def test_a_generator_of_the_users_is_followed() -> None:
     """The trace's error names rerun, so that runs."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
 
     def noisy(x: Tensor) -> Tensor:
         return x * torch.rand(4, generator=generator, dtype=x.dtype)

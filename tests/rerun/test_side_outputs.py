@@ -106,7 +106,7 @@ def test_a_hook_that_calls_backward_on_a_part_of_the_region() -> None:
 
     def fun(x: Tensor) -> tuple[Tensor, Tensor]:
         y, z = x.sin(), x.cos()
-        y.register_hook(lambda _: z.backward(torch.ones(3), retain_graph=True))
+        y.register_hook(lambda _: z.backward(torch.ones_like(z), retain_graph=True))
         return y, z
 
     x = seeded(3).requires_grad_()

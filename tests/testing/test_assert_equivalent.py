@@ -9,7 +9,7 @@ from torch import nn
 from remat import policies, remat
 from remat.testing import NotEquivalentError, assert_equivalent
 from remat.testing.strategies import Cotangents
-from tests.support import seeded
+from tests.support import name_of_generator, seeded
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::remat.RematWarning",
@@ -120,7 +120,7 @@ DIFFERENCES = {
     ),
     "mutation": (changes_its_argument, "argument `x` after the call (float64[2, 3])"),
     "error": (fails, "only the second function raises RuntimeError: out of luck"),
-    "generator": (draws, "the default generator after the call"),
+    "generator": (draws, f"{name_of_generator()} after the call"),
 }
 
 

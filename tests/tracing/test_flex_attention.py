@@ -19,8 +19,9 @@ from tests.support import assert_bitwise, seeded
 # Dynamo's own.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
 attend: Any = flex_attention
+HERE = torch.get_default_device().type
 BIAS = seeded(2, seed=7, dtype=torch.float32).requires_grad_()
-MASK = create_block_mask(lambda _, __, i, j: i >= j, None, None, 128, 128, device="cpu")
+MASK = create_block_mask(lambda _, __, i, j: i >= j, None, None, 128, 128, device=HERE)
 OFFSET = torch.tensor(3)
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -54,7 +55,7 @@ def made_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The mask and a factor are the region's own, and the mask reaches a tensor."""
     factor = q.sum((0, 2, 3))
     mask = create_block_mask(
-        lambda _, __, i, j: i >= j - OFFSET, None, None, 128, 128, device="cpu"
+        lambda _, __, i, j: i >= j - OFFSET, None, None, 128, 128, device=HERE
     )
 
     def score_mod(score: Tensor, _: Tensor, head: Tensor, *__: Tensor) -> Tensor:
