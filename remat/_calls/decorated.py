@@ -229,6 +229,9 @@ class DecoratedFunction(Generic[_P, _R]):
         hits = cache.hits + cache.routed
         return CacheInfo(hits, cache.misses, most, len(traces), traces)
 
+    def follow_class(self) -> None:
+        """Only the method of a module does."""
+
     def cache_clear(self) -> None:
         """Forgets the traces of this function's code, with these options."""
         self._cache.clear()
@@ -287,15 +290,43 @@ class MethodRegion(DecoratedFunction[_P, _R]):
     the first frame below them. If a region replaces `forward`, that is the `__call__` of
     this class, which Dynamo sees; that of other regions is hidden from it.
 
-    A copy of the module's attributes has this very region, which then runs the copy's method.
+    A copy of the module's attributes has this very region, which then runs the copy's method. Where
+    the method is the class's own `forward`, the region follows the class to another one.
     """
 
     #: The references to this region when it was last seen that no copy of its module has it.
     _alone_at = 0
 
+    def __init__(
+        self, fun: Callable[_P, _R], settings: Settings, where: str = ""
+    ) -> None:
+        super().__init__(fun, settings, where)
+        method: Any = fun
+        self._is_forward = method.__func__ is _forward_of(method.__self__)
+
+    def follow_class(self) -> None:
+        """Runs what is the `forward` of the module's class now, if it ran the one before."""
+        method: Any = self._fun
+        now = _forward_of(method.__self__)
+        if self._is_forward and method.__func__ is not now:
+            self.__dict__.pop("_cache", None)
+            own: Any = types.MethodType(now, method.__self__)
+            MethodRegion.__init__(self, own, self.settings)
+
+    def __reduce__(self) -> Any:
+        """Pickles it by its parts, as they are now."""
+        self.follow_class()
+        return super().__reduce__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecoratedFunction[_P, _R]:
+        """Copies the module's method as it is now."""
+        self.follow_class()
+        return super().__deepcopy__(memo)
+
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the method; its backward will recompute."""
         if not is_dynamo_compiling():
+            self.follow_class()
             through, method = calling_module(), cast("Any", self._fun)
             if through is None:
                 self._require_alone()
@@ -325,6 +356,10 @@ class MethodRegion(DecoratedFunction[_P, _R]):
                     "the copy regions of its own (modules.apply).",
                 )
         self._alone_at = references
+
+
+def _forward_of(module: object) -> Any:
+    return getattr(type(module), "forward", None)
 
 
 def _is_copy(module: object, original: object) -> bool:

@@ -33,6 +33,7 @@ from remat._errors import (
     StaticArgumentError,
     refusal,
 )
+from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Call
 from remat._regions.rules import bind
 from remat._rerun import fully_shard
@@ -53,6 +54,7 @@ from remat._torch.tensors import (
 from remat._tracing import engines
 from remat._tracing.arguments import Given, own_set
 from remat._tracing.refusals import mutates, require_tellable, uninitialized
+from remat._tracing.side_effects import require_all_returned
 from remat._tracing.thread import depth, lift, running_again
 from remat._user_lines import user_line
 
@@ -209,6 +211,9 @@ class _FlatCall:
             stored = [_captures.read_place(*place) for place in self.stored]
             returned: list[Tensor]
             returned, self.returned = trees.Frame.of((result, stored))
+            if not is_again:
+                where = f"the region {name_of(self.fun)}"
+                require_all_returned(self.returned.statics, where)
             # A captured tensor that no operator met is returned as it is.
             found = [stand_ins.get(id(each), each) for each in returned]
             if is_again and all(each.is_leaf for each in tensors):

@@ -71,16 +71,29 @@ def require_nothing_left(
     holders = [*_holders_of_tensor(leaked)]
     for returned in statics:
         if any(each is returned for each in holders):
-            name = type(returned).__name__
-            raise _refused_effect(
-                where=where,
-                what=f"returns a tensor, {TensorMeta.of(leaked)}, inside a {name}.",
-                why="torch's pytree does not know that class, so the tensor would not be "
-                "an output and would have no data.",
-                do=f"Register it (torch.export.register_dataclass({name}), for a "
-                "dataclass), or return a tuple, a dict or a named tuple.",
-            )
+            raise _returned_inside(leaked, returned, where)
     raise _left_tensor_error(leaked, where)
+
+
+def require_all_returned(statics: Sequence[object], where: str) -> None:
+    """Refuses a run whose result has a gradient in what pytree takes for no tensor."""
+    for each in statics:
+        if type(each).__module__ != "builtins":
+            for node, *_ in Survey((each,)).tensors.values():
+                if node.value.grad_fn is not None:
+                    raise _returned_inside(node.value, each, where)
+
+
+def _returned_inside(tensor: Tensor, returned: object, where: str) -> SideEffectError:
+    name = type(returned).__name__
+    return _refused_effect(
+        where=where,
+        what=f"returns a tensor, {TensorMeta.of(tensor)}, inside a {name}.",
+        why="torch's pytree does not know that class, so the tensor would not be an output, and "
+        "nothing of it would be recomputed.",
+        do=f"Register it (torch.export.register_dataclass({name}), for a dataclass), or return "
+        "a tuple, a dict or a named tuple.",
+    )
 
 
 def _holders_of_tensor(tensor: Tensor) -> Iterator[Any]:

@@ -131,6 +131,7 @@ def _own_forward(module: nn.Module) -> Callable[..., Any]:
     region = region_of(module)
     if region is None:
         return module.forward
+    region.follow_class()
     own = region.__wrapped__
     method = getattr(own, "__func__", None)
     return own if method is None else types.MethodType(method, module)

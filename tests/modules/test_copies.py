@@ -189,3 +189,33 @@ def test_a_region_that_another_class_borrows_runs_its_own_module() -> None:
 
     assert_bitwise(Around(inner)(x), model()[0](x))
     assert_bitwise(inner.forward(x), model()[0](x))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("change", ["its forward", "the class"])
+@pytest.mark.parametrize("way", ["a call", "a copy", "remove", "apply"])
+def test_a_region_follows_the_class(change: str, way: str) -> None:
+    """To another `forward` of it, as libraries of kernels set, or to another class."""
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() * 2
+
+    class Other(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() * 3
+
+    module, x = modules.apply(Scaled(), ""), seeded(3).requires_grad_()
+    module(x)
+    if change == "its forward":
+        Scaled.forward = Other.forward  # type: ignore[method-assign]
+    else:
+        module.__class__ = Other
+
+    if way == "a copy":
+        module = copy.deepcopy(module)
+    elif way == "remove":
+        assert "forward" not in vars(modules.remove(module))
+    elif way == "apply":
+        modules.apply(module, "")
+    assert_bitwise(module(x), x.sin() * 3)
