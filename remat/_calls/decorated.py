@@ -311,7 +311,7 @@ class MethodRegion(DecoratedFunction[_P, _R]):
         if self._is_forward and method.__func__ is not now:
             self.__dict__.pop("_cache", None)
             own: Any = types.MethodType(now, method.__self__)
-            MethodRegion.__init__(self, own, self.settings)
+            cast("Any", MethodRegion).__init__(self, own, self.settings)
 
     def __reduce__(self) -> Any:
         """Pickles it by its parts, as they are now."""

@@ -45,6 +45,7 @@ from remat._torch import autocast, dtensor, dynamo, levels, modes, tracer, trees
 from remat._torch.tensors import (
     ASK_FOR_HISTORY,
     GET_GRAD,
+    RESHAPES,
     SET_DATA,
     SET_FOR_AUTOGRAD,
     copy_attributes,
@@ -52,6 +53,7 @@ from remat._torch.tensors import (
     storage_key,
 )
 from remat._tracing import engines
+from remat._tracing.aliases import without_false_gradients
 from remat._tracing.arguments import Given, own_set
 from remat._tracing.refusals import mutates, require_tellable, uninitialized
 from remat._tracing.side_effects import require_all_returned
@@ -216,6 +218,7 @@ class _FlatCall:
                 require_all_returned(self.returned.statics, where)
             # A captured tensor that no operator met is returned as it is.
             found = [stand_ins.get(id(each), each) for each in returned]
+            found = without_false_gradients(tensors, found)
             if is_again and all(each.is_leaf for each in tensors):
                 # What the function kept in the forward (in a cache of functools) depends on the
                 # stand-ins of that run: the gradient would end there.
@@ -351,6 +354,8 @@ class _Substituted(TorchFunctionMode):
         is_asked = func == GET_GRAD or func in SET_FOR_AUTOGRAD
         if is_asked or ASK_FOR_HISTORY.get(func) in ("is_leaf", "grad_fn"):
             require_tellable(func, args, kwargs or {}, self._is_operand)
+        if func in RESHAPES:
+            require_tellable(func, args, kwargs or {}, self._is_from_outside)
         args, kwargs = trees.map_tensors(self.operand_for, (args, kwargs or {}))
         for each in kwargs.values():
             if isinstance(each, torch.Generator):
@@ -367,6 +372,9 @@ class _Substituted(TorchFunctionMode):
     def _is_operand(self, tensor: Tensor) -> bool:
         pairs = self._stand_ins.items()
         return any(id(tensor) == known or tensor is each for known, each in pairs)
+
+    def _is_from_outside(self, tensor: Tensor) -> bool:
+        return self._is_operand(tensor) or self._constants.has(tensor)
 
     def operand_for(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor, itself if nothing does; it counts as used."""
@@ -432,6 +440,10 @@ class _Constants:
                 self._by_storage.setdefault(key, []).append(tensor)
         leaves = map(levels.unwrapped, filter(levels.requires_grad_anywhere, operands))
         self._wanted = set(map(storage_key, filter(_has_storage_to_compare, leaves)))
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of them."""
+        return any(tensor is each for each, _ in self._versions)
 
     def before_write(self, target: Tensor, state: RunState) -> None:
         """Saves what shares memory with the target; refuses a write to what is to be differentiated."""

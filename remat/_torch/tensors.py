@@ -25,6 +25,18 @@ SET_FOR_AUTOGRAD: dict[Any, str] = {
     Tensor.requires_grad_: ".requires_grad_(...)",
     Tensor.retain_grad: ".retain_grad()",
 }
+#: What changes a tensor's shape or strides and no number, by what gives a new tensor instead.
+RESHAPES: dict[Any, str] = {
+    Tensor.t_: "t",
+    Tensor.transpose_: "transpose",
+    Tensor.swapaxes_: "swapaxes",
+    Tensor.swapdims_: "swapdims",
+    Tensor.squeeze_: "squeeze",
+    Tensor.unsqueeze_: "unsqueeze",
+    Tensor.as_strided_: "as_strided",
+    Tensor.resize_: "reshape",
+    Tensor.resize_as_: "reshape",
+}
 # What tells where a tensor's memory is.
 ASK_FOR_MEMORY = (Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage)
 #: What asks how a tensor came to be, by the name of each: what stands for it is another one.

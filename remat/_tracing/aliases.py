@@ -8,13 +8,28 @@ Such a custom alias is copied. The words are those of AOTAutograd, which sorts o
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from remat._torch import dtensor
 from remat._torch.tensors import is_view, storage_key
+
+_T = TypeVar("_T", Tensor, Tensor | None)
+
+
+def without_false_gradients(
+    operands: Sequence[Tensor], returned: Sequence[_T]
+) -> list[_T]:
+    """Detaches views made under `no_grad`: they say that they require grad, and lead to nothing."""
+    known, found = set(map(id, operands)), list(returned)
+    for index, each in enumerate(returned):
+        if each is None or id(each) in known or not is_view(each):
+            continue
+        if each.requires_grad and each.grad_fn is None:
+            found[index] = each.detach()
+    return found
 
 
 def copy_custom_aliases(
@@ -84,14 +99,21 @@ def choose_outputs(
             same[index] = places.setdefault(id(each), ("output", index))
     chosen = {place for kind, place in same.values() if kind == "output"}
     owned = {storage_key(each) for each in operands if dtensor.placement(each) is None}
+    # What is detached cannot stand for an alias of it that has a gradient.
+    with_gradient = {
+        storage_key(each)
+        for index, each in enumerate(returned)
+        if each is not None and index not in same and each.requires_grad
+    }
     taken: set[int] = set()
     for index, tensor in _owners_first(returned):
         if index in same or id(tensor) in taken or storage_key(tensor) in owned:
             continue
         taken.add(id(tensor))
         chosen.add(index)
-        if not _is_aliasing(tensor):
-            owned.add(storage_key(tensor))
+        key = storage_key(tensor)
+        if not _is_aliasing(tensor) and tensor.requires_grad >= (key in with_gradient):
+            owned.add(key)
     return tuple(sorted(chosen)), same
 
 

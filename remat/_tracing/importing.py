@@ -22,7 +22,7 @@ from remat._graph.meta import Meta, TensorMeta, device_of
 from remat._graph.values import Ref, Value
 from remat._switches.numerics import Numerics
 from remat._torch import isolation, levels, sizes, taking_functions, tracer
-from remat._tracing import in_place_operators, naming, taken_functions
+from remat._tracing import in_place_operators, naming, refusals, taken_functions
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -87,10 +87,18 @@ def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
 class _NotingInterpreter(fx.Interpreter):
     """Runs a graph under a second trace and copies its notes to the new nodes."""
 
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # an error says which line it is about
+
     def run_node(self, n: fx.Node) -> Any:
         graph = tracer.active_graph()
         before = len(graph.nodes)
-        out = super().run_node(n)
+        try:
+            out = super().run_node(n)
+        except (RuntimeError, IndexError) as error:
+            note = n.meta.get("remat")
+            raise refusals.of_a_write(error, note.source if note else "") from error
         for node in in_place_operators.written(n):
             in_place_operators.lay_out(self.env[node], node.meta["val"].stride())
         note = n.meta.get("remat")
@@ -139,6 +147,7 @@ def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.Grap
                 new.meta["remat"] = note
         if not in_place_operators.has_mutations(graph):
             return module
+        in_place_operators.take_parts_for_views(graph)
         inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         inputs[: len(operands)] = operands
         detached = [each.detach() for each in inputs]

@@ -9,6 +9,7 @@ It knows torch's own operators. An operator of a library (`torch.library.custom_
 
 import functools
 import itertools
+import operator
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,11 +23,46 @@ from remat._torch import schemas, sizes, tracer
 from remat._torch.schemas import told_apart_by
 
 _aten = torch.ops.aten
+_WITH_VIEWS: dict[Any, Any] = {
+    _aten.unsafe_split.Tensor: _aten.split.Tensor,
+    _aten.unsafe_split_with_sizes.default: _aten.split_with_sizes.default,
+}
 
 
 def has_mutations(graph: fx.Graph) -> bool:
     """Whether some node writes in place."""
     return any(operators.is_mutable(node.target) for node in graph.nodes)
+
+
+def writes_to_reshaped(graph: fx.Graph) -> bool:
+    """Whether memory is written to of which a view was reshaped in place before.
+
+    For its gradient, torch would make the view again, in a trace, in the shape that it had. Obsolete
+    when autograd replays what reshaped it.
+    """
+    roots: dict[fx.Node, fx.Node] = {}
+    reshaped: set[fx.Node] = set()
+    for node in graph.nodes:
+        op, given = node.target, node.args[0] if node.args else None
+        is_written = operators.is_mutable(op)
+        is_part = is_written or operators.returns_view(op) or op is operator.getitem
+        if not (is_part and isinstance(given, fx.Node)):
+            continue
+        root = roots[node] = roots.get(given, given)
+        if is_written and torch.Tag.inplace_view in op.tags:
+            reshaped.add(root)
+        elif is_written and root in reshaped:
+            return True
+    return False
+
+
+def take_parts_for_views(graph: fx.Graph) -> None:
+    """Has a write to a part of `unsafe_split` or `unsafe_chunk` reach the whole, as it does.
+
+    Their schemas say that the parts are new, so that autograd lets them be written to.
+    """
+    for node in graph.nodes:
+        node.target = _WITH_VIEWS.get(node.target, node.target)
 
 
 def rename_fresh(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -179,7 +215,8 @@ def lay_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
     the tensor that it writes to, and what reads the tensor next may depend on them.
     """
     found = tracer.value_of(tensor)
-    if sizes.is_open(found) or found.stride() == stride:
+    is_resized = found.dim() != len(stride)  # as the empty tensor of an `out=` is
+    if sizes.is_open(found) or is_resized or found.stride() == stride:
         return
     order = sorted(range(found.dim()), key=lambda dim: -stride[dim])
     dense = tensor.permute(order).contiguous()

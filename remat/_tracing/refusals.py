@@ -20,6 +20,7 @@ from remat._torch.tensors import (
     ASK_FOR_HISTORY,
     ASK_FOR_MEMORY,
     GET_GRAD,
+    RESHAPES,
     SET_FOR_AUTOGRAD,
 )
 from remat._user_lines import (
@@ -181,6 +182,15 @@ def require_tellable(
     # Also where torch's code sets it, as `module.requires_grad_(False)` does.
     if setting and is_operand(args[0]):
         _require_no_setting(setting, args, kwargs)
+    pure = RESHAPES.get(func)
+    if pure and is_operand(args[0]):
+        raise refusal(
+            MutationError,
+            where=f"`.{func.__name__}()` of {TensorMeta.of(args[0])} at {user_line()}",
+            what="changes the shape of a tensor from outside.",
+            why="A region hands back new numbers of what it is given, and no new shape.",
+            do=f"Write x = x.{pure}(...) instead.",
+        )
     history = ASK_FOR_HISTORY.get(func)
     is_asked = func == GET_GRAD or func in ASK_FOR_MEMORY or history
     if not is_asked or is_called_by_torch():
@@ -288,6 +298,28 @@ def view_of_unknown(line: str) -> TraceError:
         what="is a view of a tensor that was transposed in place, and written to since.",
         why="The written tensor has another layout in the trace, in which the view is none.",
         do=f"Write x = x.mT instead of x.t_(), or use {_RERUN}.",
+    )
+
+
+def reshapes_in_place(line: str) -> TraceError:
+    """The error for a view that is reshaped in place on this line, and written to since."""
+    return untraceable(
+        where=line,
+        what="reshapes a view in place (`t_`, `squeeze_` and their kind), and a write follows.",
+        why="In a trace, torch gives the view its gradient in the shape that it had.",
+        do=f"Write y = y.t() instead of y.t_(), or use {_RERUN}.",
+    )
+
+
+def of_a_write(error: Exception, line: str) -> Exception:
+    """The error for a write in place, made by this line, that torch cannot follow in a trace."""
+    if isinstance(error, RematError):
+        return error
+    return untraceable(
+        where=line or "the function",
+        what="reads or writes memory that is written to in a way that cannot be traced.",
+        why=f"torch cannot make the write anew: {str(error).partition('. ')[0]}.",
+        do=f"Write a new tensor instead (torch.where, torch.cat, torch.complex), or use {_RERUN}.",
     )
 
 

@@ -32,7 +32,13 @@ from remat._torch import (
 )
 from remat._torch.attributes import attributes_as
 from remat._torch.fakes import is_fake, is_fake_of, is_in_parts, wraps_fakes
-from remat._torch.tensors import SET_DATA, is_own_data, overrides_functions
+from remat._torch.tensors import (
+    RESHAPES,
+    SET_DATA,
+    is_own_data,
+    is_view,
+    overrides_functions,
+)
 from remat._tracing import importing, naming, refusals, taken_functions
 from remat._tracing.indexing import LookUps
 from remat._user_lines import user_line
@@ -56,6 +62,9 @@ class Running:
         self.operands: list[Tensor] = []  # what stands for the arguments
         #: By their ids, the tensors that belong to a tracker and not to the graph.
         self.aside: dict[int, Tensor] = {}
+        self.reshapes = (
+            ""  # where a view that has a gradient was reshaped in place first
+        )
         #: Whether a user's `autograd.Function` has run, in a region inside or outside of one.
         self.is_custom = False
         self.inner: dict[Hashable, Any] = {}  # what is known of regions inside
@@ -307,6 +316,8 @@ class UserCalls(TorchFunctionMode):
         if torch.get_default_dtype() is not running.default_dtype:
             raise refusals.other_default_dtype(function_name(func) or "an operator")
         refusals.require_tellable(func, args, kwargs, running.is_operand)
+        if func in RESHAPES and args[0].requires_grad and is_view(args[0]):
+            running.reshapes = running.reshapes or user_line()
         args, kwargs = trees.map_tensors(lift, (args, kwargs))
         if any(map(trees.is_array, trees.flatten(args)[0])):
             raise refusals.from_array(function_name(func) or "tensor")

@@ -28,7 +28,11 @@ from remat._torch.fakes import fake_mode, forget_operators, wraps_fakes
 from remat._torch.modules import converting_by
 from remat._torch.sizes import OpenSizes, shape_env_of
 from remat._tracing import collectives, engines, importing, in_place_operators, refusals
-from remat._tracing.aliases import choose_outputs, copy_custom_aliases
+from remat._tracing.aliases import (
+    choose_outputs,
+    copy_custom_aliases,
+    without_false_gradients,
+)
 from remat._tracing.importing import Note
 from remat._tracing.side_effects import on_error, take_out
 from remat._tracing.thread import (
@@ -169,7 +173,7 @@ class _TraceRun:
         running.is_custom |= autograd.has_own_rule(returned)
         self.num_returned = len(returned)
         given = [*operands, *running.leaves]
-        returned = copy_custom_aliases(given, returned)
+        returned = copy_custom_aliases(given, without_false_gradients(given, returned))
         self.chosen, self.same = choose_outputs(given, returned)
         outputs = [out for index in self.chosen if (out := returned[index]) is not None]
         self.placements = list(map(dtensor.placement, outputs))
@@ -287,6 +291,8 @@ def _record_run(run: _TraceRun) -> fx.GraphModule:
     try:
         module = tracer.make_fx(run, operands, collectives.functional_twins())
         run.cut = importing.cut_outputs(module.graph)
+        if running.reshapes and in_place_operators.writes_to_reshaped(module.graph):
+            raise refusals.reshapes_in_place(running.reshapes)
         if in_place_operators.has_mutations(module.graph):
             module = importing.functionalize(module, operands)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
@@ -295,6 +301,8 @@ def _record_run(run: _TraceRun) -> fx.GraphModule:
         is_backward = bool(run.layouts)
         found = running.refused or refusals.of_the_users(error, is_backward=is_backward)
         found = found or refusals.of_torchs_own(error)
+        if found is None and running.reshapes and is_backward:
+            found = refusals.reshapes_in_place(running.reshapes)
         if found is None:
             raise
         raise found from error

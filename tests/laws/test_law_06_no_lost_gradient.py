@@ -360,3 +360,41 @@ def test_every_parameter_of_a_module_gets_its_gradient() -> None:
     plain = grads_of(model)
     assert_bitwise(grads_of(remat(lambda x: model(x))), plain)
     assert_bitwise(grads_of(remat(model)), plain)
+
+
+def _without_grad(base: Tensor) -> Tensor:
+    with torch.no_grad():
+        return base.view(-1)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
+@pytest.mark.parametrize(
+    "view", [lambda t: t[:, -1], lambda t: t[:1], lambda t: t[None], torch.diagonal]
+)
+@pytest.mark.parametrize(
+    "detach", [Tensor.detach, lambda t: t.detach()[:1], _without_grad]
+)
+def test_a_view_beside_a_detached_alias_has_its_gradient(
+    detach: Callable[[Tensor], Tensor],
+    view: Callable[[Tensor], Tensor],
+    is_first: bool,
+    engine: Any,
+) -> None:
+    """As of the last of some states, returned with all of them for a log."""
+
+    def fun(x: Tensor) -> tuple[Tensor, ...]:
+        base = x.sin()
+        found = (view(base), detach(base))
+        return found if is_first else found[::-1]
+
+    x = seeded(3, 3).requires_grad_()
+    returned, expected = remat(fun, engine=engine)(x), fun(x)
+
+    assert_bitwise(returned, expected)
+    kept = 0 if is_first else 1
+    found, right = (
+        torch.autograd.grad(each[kept].cos().sum(), x) for each in (returned, expected)
+    )
+    assert_bitwise(found, right)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from remat import TraceError, remat
 from remat._torch import tracer
-from tests.support import assert_bitwise, grads, seeded
+from tests.support import assert_bitwise, assert_close, grads, seeded
 
 pytestmark = pytest.mark.contract
 
@@ -183,3 +183,72 @@ def test_a_loss_whose_backward_writes_in_place() -> None:
 def operators_of(region: Any, args: Any) -> tuple[str, ...]:
     """The operators of a region's forward program."""
     return region.programs(*args)[0].operators
+
+
+def overlapping(x: Tensor) -> Tensor:
+    """One row of windows that overlap."""
+    windows = (x * 1).unfold(0, 2, 1)
+    windows[0].zero_()
+    return windows.sin()
+
+
+def real_part(x: Tensor) -> Tensor:
+    """A write that a derivative of the second order cannot make anew."""
+    y = torch.complex(x, x.cos())
+    y.real.mul_(2)
+    return y.abs()
+
+
+def _second(fun: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    slope = torch.func.grad(lambda x: fun(x).sum())
+    return torch.func.jvp(slope, (x,), (x,))[1]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@pytest.mark.parametrize(
+    ("fun", "derive"),
+    [
+        (overlapping, lambda fun, x: grads(fun, [x])),
+        (real_part, _second),
+    ],
+    ids=["overlapping", "real part, jvp(grad)"],
+)
+def test_a_write_that_torch_cannot_follow_is_named(
+    fun: Callable[[Tensor], Tensor], derive: Callable[..., Any]
+) -> None:
+    """By its line, instead of torch's words about its compiler."""
+    x = seeded(5)
+    with pytest.raises(TraceError, match=r"test_in_place.*cannot be traced.*rerun"):
+        derive(remat(fun), x)
+    assert_close(derive(remat(fun, engine="rerun"), x), derive(fun, x))
+
+
+def into_nothing(x: Tensor) -> Tensor:
+    """torch gives the empty tensor the shape of what is written."""
+    y = torch.empty(0, dtype=x.dtype)
+    torch.matmul(x.detach(), x.detach().mT, out=y)
+    return y.add_(1) @ x
+
+
+def through_unsafe_parts(x: Tensor) -> Tensor:
+    """Parts of which torch says that they are new, and which lie in the whole all the same."""
+    y = x * 1.0
+    one, other = y.unsafe_chunk(2, -1)
+    one.add_(5.0)
+    return y.sum() + other.cos().sum() + one.sigmoid().sum()
+
+
+@pytest.mark.parametrize("fun", [into_nothing, through_unsafe_parts])
+def test_writes_to_what_looks_new(fun: Callable[[Tensor], Tensor]) -> None:
+    """Numbers and gradients are plain's to the bit."""
+    x = seeded(4, 6)
+    assert_bitwise(grads(remat(fun), [x]), grads(fun, [x]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gates_of_a_recurrent_cell(dtype: torch.dtype) -> None:
+    """It writes to parts of its gates, which a kernel then reads in their strides."""
+    torch.manual_seed(0)
+    cell = nn.GRUCell(16, 16).to(dtype)
+    given = [seeded(8, 16, dtype=dtype), seeded(8, 16, seed=1, dtype=dtype)]
+    assert_bitwise(grads(remat(cell), given), grads(cell, given))
