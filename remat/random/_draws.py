@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from remat._errors import refusal
 from remat.random import _ops
-from remat.random._keys import require_key
+from remat.random._keys import Shape, as_shape, require_key
 from remat.random._philox import as_int64
-
-Shape = int | Sequence[int]
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTEGERS = (
@@ -50,7 +49,7 @@ def bits(key: Tensor, shape: Shape = (), *, dtype: torch.dtype = torch.int32) ->
     require_key(key, "bits")
     _require_drawn_dtype(dtype, _INTEGERS, "bits")
     info = torch.iinfo(dtype)
-    return _draw_integers(key, shape, info.min, info.max, dtype)
+    return _draw_integers(key, as_shape(shape, "bits"), info.min, info.max, dtype)
 
 
 def uniform(
@@ -88,7 +87,7 @@ def uniform(
     """
     require_key(key, "uniform")
     _require_drawn_dtype(dtype, _FLOATS, "uniform")
-    shape = _as_shape(shape)
+    shape = as_shape(shape, "uniform")
     if isinstance(minval, Tensor) or isinstance(maxval, Tensor):
         _require_fit("uniform", shape, minval=minval, maxval=maxval)
         unit = _ops.UNIFORM(key, shape, 0.0, 1.0, dtype)
@@ -135,7 +134,7 @@ def normal(
     """
     require_key(key, "normal")
     _require_drawn_dtype(dtype, _FLOATS, "normal")
-    shape = _as_shape(shape)
+    shape = as_shape(shape, "normal")
     if isinstance(mean, Tensor) or isinstance(std, Tensor):
         _require_fit("normal", shape, mean=mean, std=std)
         standard = _ops.NORMAL(key, shape, 0.0, 1.0, dtype)
@@ -166,7 +165,7 @@ def bernoulli(key: Tensor, shape: Shape = (), *, p: float | Tensor = 0.5) -> Ten
         tensor(238)
     """
     require_key(key, "bernoulli")
-    shape = _as_shape(shape)
+    shape = as_shape(shape, "bernoulli")
     if isinstance(p, Tensor):
         _require_fit("bernoulli", shape, p=p)
         return _ops.UNIFORM(key, shape, 0.0, 1.0, torch.float32) < p
@@ -211,6 +210,7 @@ def randint(
     _require_drawn_dtype(dtype, _INTEGERS, "randint")
     minval, maxval = operator.index(minval), operator.index(maxval)
     _require_randint_range(minval, maxval, dtype)
+    shape = as_shape(shape, "randint")
     return _draw_integers(key, shape, minval, maxval - 1, dtype)
 
 
@@ -292,8 +292,10 @@ def truncated_normal(
         tensor(True)
     """
     require_key(key, "truncated_normal")
+    _require_drawn_dtype(dtype, _FLOATS, "truncated_normal")
     computed = _computed_in(dtype)
-    _require_fit("truncated_normal", _as_shape(shape), lower=lower, upper=upper)
+    shape = as_shape(shape, "truncated_normal")
+    _require_fit("truncated_normal", shape, lower=lower, upper=upper)
 
     def bound(value: float | Tensor) -> Tensor:
         # Made with `torch.full`, which a trace can repeat.
@@ -342,8 +344,11 @@ def gumbel(
         tensor(True)
     """
     require_key(key, "gumbel")
+    _require_drawn_dtype(dtype, _FLOATS, "gumbel")
     computed = _computed_in(dtype)
-    u = uniform(key, shape, dtype=computed).clamp(min=torch.finfo(computed).tiny)
+    u = uniform(key, as_shape(shape, "gumbel"), dtype=computed).clamp(
+        min=torch.finfo(computed).tiny
+    )
     return (-torch.log(-torch.log(u))).to(dtype)
 
 
@@ -367,8 +372,9 @@ def categorical(
         Indices, int64 of that shape.
 
     Raises:
-        TypeError: `key` is not a key.
-        ValueError: `shape` does not end with that shape.
+        TypeError: `key` is not a key, or `logits` not floating.
+        ValueError: `shape` does not end with that shape, or the axis is empty.
+        IndexError: `logits` has no such axis.
 
     Example:
         >>> import torch
@@ -378,9 +384,18 @@ def categorical(
         tensor([0, 1])
     """
     require_key(key, "categorical")
+    _require_drawn_dtype(logits.dtype, _FLOATS, "categorical(logits=...)", "takes")
+    if _length_of(axis, logits, "categorical") == 0:
+        raise refusal(
+            ValueError,
+            where=f"random.categorical(logits=..., axis={axis})",
+            what=f"the axis of logits of shape {tuple(logits.shape)} is empty.",
+            why="There is no index to draw.",
+            do="Pass a logit for each index, along this axis.",
+        )
     last = logits.detach().movedim(axis, -1)
     batch = list(last.shape[:-1])
-    wanted = batch if shape is None else _as_shape(shape)
+    wanted = batch if shape is None else as_shape(shape, "categorical")
     if wanted[len(wanted) - len(batch) :] != batch:
         raise ValueError(
             f"random.categorical(key, shape) draws along axis {axis} of logits of shape "
@@ -403,8 +418,9 @@ def permutation(
 
     Args:
         key: a key, uint64 of shape (2,).
-        x: a tensor to shuffle; or an int n, for a permutation of 0 to n - 1; or a shape,
-            for independent permutations of 0 to shape[axis] - 1 along the axis.
+        x: a tensor to shuffle; or an integer n, which may be a tensor without dimensions,
+            for a permutation of 0 to n - 1; or a shape, for independent permutations of 0
+            to shape[axis] - 1 along the axis.
         axis: the axis along which to shuffle.
         independent: whether each row of a tensor along the axis gets an order of its own.
 
@@ -412,7 +428,9 @@ def permutation(
         A tensor like `x`, or int64 of that shape, on the device of the key.
 
     Raises:
-        TypeError: `key` is not a key.
+        TypeError: `key` is not a key, or `x` a number that is no integer.
+        ValueError: a size is negative.
+        IndexError: `x` has no such axis.
 
     Example:
         >>> from remat import random
@@ -420,11 +438,12 @@ def permutation(
         tensor([0, 1, 2, 3, 4])
     """
     require_key(key, "permutation")
-    if not isinstance(x, Tensor):
-        return _random_order(key, _as_shape(x), axis)
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        return _random_order(key, as_shape(x, "permutation"), axis)
+    length = _length_of(axis, x, "permutation")
     if independent:
         return x.take_along_dim(_random_order(key, x.shape, axis), dim=axis)
-    return x.index_select(axis, _random_order(key, [x.shape[axis]], 0))
+    return x.index_select(axis, _random_order(key, [length], 0))
 
 
 def _random_order(key: Tensor, shape: Sequence[int], axis: int) -> Tensor:
@@ -433,16 +452,23 @@ def _random_order(key: Tensor, shape: Sequence[int], axis: int) -> Tensor:
 
 
 def _draw_integers(
-    key: Tensor, shape: Shape, first: int, last: int, dtype: torch.dtype
+    key: Tensor, shape: list[int], first: int, last: int, dtype: torch.dtype
 ) -> Tensor:
     # Operators take int64: numbers beyond go as the int64 with their bits.
-    return _ops.INTEGERS(key, _as_shape(shape), as_int64(first), as_int64(last), dtype)
+    return _ops.INTEGERS(key, shape, as_int64(first), as_int64(last), dtype)
 
 
-def _as_shape(shape: Shape) -> list[int]:
-    """The sizes of a shape that may be one number."""
-    sizes = shape if isinstance(shape, Sequence) else (shape,)
-    return [operator.index(size) for size in sizes]
+def _length_of(axis: int, x: Tensor, function: str) -> int:
+    """How long a tensor is along an axis; raises unless there is one."""
+    if not -x.ndim <= axis < x.ndim:
+        raise refusal(
+            IndexError,
+            where=f"random.{function}(axis={axis})",
+            what=f"a tensor of shape {tuple(x.shape)} has no such axis.",
+            why="Axes are counted from 0, or back from -1.",
+            do="Pass an axis of the tensor, or one more dimension.",
+        )
+    return x.shape[axis]
 
 
 def _require_fit(function: str, shape: list[int], **given: float | Tensor) -> None:
@@ -464,11 +490,14 @@ def _computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def _require_drawn_dtype(
-    dtype: torch.dtype, known: tuple[torch.dtype, ...], function: str
+    dtype: torch.dtype,
+    known: tuple[torch.dtype, ...],
+    function: str,
+    does: str = "draws",
 ) -> None:
     if dtype not in known:
         names = ", ".join(str(each).removeprefix("torch.") for each in known)
-        raise TypeError(f"random.{function} draws {names}, not {dtype}.")
+        raise TypeError(f"random.{function} {does} {names}, not {dtype}.")
 
 
 def _require_randint_range(minval: int, maxval: int, dtype: torch.dtype) -> None:

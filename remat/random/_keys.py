@@ -1,13 +1,18 @@
 """Keys: made from a seed, split, and told apart by a number."""
 
+import math
 import operator
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from remat._errors import refusal
 from remat.random import _ops
 from remat.random._philox import as_int64
+
+Shape = int | Sequence[int]
 
 _LEAST, _END = -(1 << 63), 1 << 64
 
@@ -44,23 +49,24 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
     return torch.tensor([number % _END, 0], dtype=torch.uint64, device=device)
 
 
-def split(key: Tensor, num: int = 2) -> Tensor:
+def split(key: Tensor, num: Shape = 2) -> Tensor:
     """New independent keys from one, which is consumed.
 
     Laws: the keys are the same at every call, under every transform and on every device;
-    `split(key, n)[i]` is `split(key, m)[i]` and `fold_in(key, i)`; `vmap(split)` is
-    `split` of each key.
+    `split(key, n)[i]` is `split(key, m)[i]` and `fold_in(key, i)`; `split(key, (n, m))` is
+    `split(key, n * m)` in that shape; `vmap(split)` is `split` of each key.
 
     Args:
         key: a key, uint64 of shape (2,).
-        num: how many, at least 1.
+        num: how many, at least 1; or a shape of keys.
 
     Returns:
-        The keys, uint64 of shape (num, 2): they unpack, and `torch.func.vmap` maps them.
+        The keys, uint64 of shape (num, 2) or (*num, 2): they unpack, and `torch.func.vmap`
+        maps them.
 
     Raises:
-        TypeError: `key` is not a key.
-        ValueError: `num` is less than 1.
+        TypeError: `key` is not a key, or `num` neither an integer nor a shape.
+        ValueError: `num` is less than 1, or has a size that is.
 
     Example:
         >>> import torch
@@ -70,9 +76,12 @@ def split(key: Tensor, num: int = 2) -> Tensor:
         False
     """
     require_key(key, "split")
-    if operator.index(num) < 1:
+    shape = as_shape(num, "split")
+    count = math.prod(shape)
+    if count < 1:
         raise ValueError(f"random.split(key, num) makes at least one key, not {num!r}.")
-    return _ops.SPLIT(key, operator.index(num))
+    keys = _ops.SPLIT(key, count)
+    return keys if len(shape) == 1 else keys.view(*shape, 2)
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
@@ -124,6 +133,31 @@ def require_key(key: object, function: str) -> None:
         f"random.{function} takes a key, a uint64 tensor of shape (2,), as its first "
         f"argument, not {found}. Make one with random.key(seed), and more with "
         "random.split(key, n); torch.func.vmap maps a function over several keys."
+    )
+
+
+def as_shape(shape: Shape | Tensor, function: str) -> list[int]:
+    """The sizes of a shape that may be one number; raises unless each can be a size."""
+    sizes = shape if isinstance(shape, Sequence) else (shape,)
+    try:
+        whole = [operator.index(cast("int", size)) for size in sizes]
+    except TypeError as error:
+        raise _not_a_shape(TypeError, shape, function, f"{error}.") from None
+    if any(size < 0 for size in whole):
+        what = f"the size {min(whole)} is negative."
+        raise _not_a_shape(ValueError, shape, function, what)
+    return whole
+
+
+def _not_a_shape(
+    kind: Callable[[str], Exception], shape: object, function: str, what: str
+) -> Exception:
+    return refusal(
+        kind,
+        where=f"random.{function}(key, {shape!r})",
+        what=what,
+        why="A size is a number of places, and none is inferred from the others.",
+        do="Pass an integer, or a sequence of integers, each 0 or more.",
     )
 
 

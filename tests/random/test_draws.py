@@ -175,6 +175,67 @@ def test_permutations() -> None:
     assert torch.equal(table.sort(1).values, torch.arange(3).expand(50, 3))
 
 
+def test_permutations_of_a_number() -> None:
+    """Which may be a tensor without dimensions, as in JAX."""
+    number = torch.tensor(5)
+
+    assert torch.equal(random.permutation(KEY, number), random.permutation(KEY, 5))
+
+
+DRAWS: dict[str, Any] = {
+    "bits": random.bits,
+    "uniform": random.uniform,
+    "normal": random.normal,
+    "truncated_normal": random.truncated_normal,
+    "bernoulli": random.bernoulli,
+    "randint": lambda key, shape: random.randint(key, shape, maxval=3),
+    "permutation": random.permutation,
+    "categorical": lambda key, shape: random.categorical(
+        key, shape, logits=torch.zeros(3)
+    ),
+    "gumbel": random.gumbel,
+    "split": random.split,
+}
+WRONG_SHAPES = {
+    "negative": (
+        -1,
+        ValueError,
+        "the size -1 is negative. A size is a number of places",
+    ),
+    "inferred": (
+        (2, -1),
+        ValueError,
+        "the size -1 is negative. A size is a number of ",
+    ),
+    "fraction": (
+        2.0,
+        TypeError,
+        "'float' object cannot be interpreted as an integer. ",
+    ),
+    "none": ((2, None), TypeError, "'NoneType' object cannot be interpreted as an int"),
+    "tensor": (
+        torch.tensor(0.5),
+        TypeError,
+        "only integer tensors of a single element",
+    ),
+}
+
+
+@pytest.mark.parametrize("function", DRAWS)
+@pytest.mark.parametrize(
+    ("shape", "error", "words"), WRONG_SHAPES.values(), ids=WRONG_SHAPES
+)
+def test_a_wrong_shape_is_shown(
+    function: str, shape: Any, error: type[Exception], words: str
+) -> None:
+    """As the user wrote it, with the function that was called."""
+    with pytest.raises(error) as caught:
+        DRAWS[function](KEY, shape)
+
+    assert str(caught.value).startswith(f"random.{function}(key, {shape!r}): {words}")
+    assert str(caught.value).endswith("a sequence of integers, each 0 or more.")
+
+
 @each_float
 @pytest.mark.parametrize("rate", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("size", [7, 200_003])
@@ -222,6 +283,32 @@ REFUSED: dict[str, Any] = {
     "normal complex": (
         lambda: random.normal(KEY, (2,), dtype=torch.complex64),
         "random.normal draws float32",
+    ),
+    "truncated_normal int": (
+        lambda: random.truncated_normal(KEY, (2,), dtype=torch.int32),
+        "random.truncated_normal draws float32, .*, not torch.int32",
+    ),
+    "gumbel int": (
+        lambda: random.gumbel(KEY, (2,), dtype=torch.int32),
+        "random.gumbel draws float32, .*, not torch.int32",
+    ),
+    "logits int": (
+        lambda: random.categorical(KEY, logits=torch.arange(3)),
+        r"random\.categorical\(logits=\.\.\.\) takes float32, .*, not torch\.int64",
+    ),
+    "no logits": (
+        lambda: random.categorical(KEY, logits=torch.zeros(3, 0)),
+        r"random\.categorical\(logits=\.\.\., axis=-1\): the axis of logits of shape "
+        r"\(3, 0\) is empty\. There is no index to draw\. Pass a logit for each index",
+    ),
+    "logits without the axis": (
+        lambda: random.categorical(KEY, logits=torch.tensor(3.0)),
+        r"random\.categorical\(axis=-1\): a tensor of shape \(\) has no such axis",
+    ),
+    "rows without the axis": (
+        lambda: random.permutation(KEY, torch.zeros(2, 3), axis=2),
+        r"random\.permutation\(axis=2\): a tensor of shape \(2, 3\) has no such axis\. "
+        r"Axes are counted from 0, or back from -1\. Pass an axis of the tensor",
     ),
     "bits float": (
         lambda: random.bits(KEY, (2,), dtype=torch.float32),
@@ -274,7 +361,7 @@ REFUSED: dict[str, Any] = {
 @pytest.mark.parametrize(("call", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_is_refused(call: Any, words: str) -> None:
     """With what was given and what may be."""
-    with pytest.raises((TypeError, ValueError), match=words):
+    with pytest.raises((TypeError, ValueError, IndexError), match=words):
         call()
 
 

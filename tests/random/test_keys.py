@@ -1,5 +1,6 @@
 """Keys: how they are made, split and told apart, and what is said of a wrong one."""
 
+import math
 from typing import Any
 
 import hypothesis
@@ -7,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from remat import random
 
@@ -97,10 +99,23 @@ def test_data_that_is_refused(data: Any, error: type[Exception], words: str) -> 
         random.fold_in(random.key(0), data)
 
 
-def test_a_split_into_none() -> None:
+@pytest.mark.parametrize("shape", [(), (6,), (2, 3), torch.Size([1, 3, 2])], ids=str)
+def test_a_split_into_a_shape(shape: tuple[int, ...]) -> None:
+    """The keys of a split into as many, in that shape; alike for each mapped key."""
+    keys = random.split(random.key(7), 2)
+
+    each = [random.split(key, math.prod(shape)).view(*shape, 2) for key in keys]
+
+    assert torch.equal(random.split(keys[0], shape), each[0])
+    mapped = vmap(lambda key: random.split(key, shape))(keys)
+    assert torch.equal(mapped, torch.stack(each))
+
+
+@pytest.mark.parametrize(("num", "shown"), [(0, "0"), ((2, 0), r"\(2, 0\)")], ids=str)
+def test_a_split_into_none(num: Any, shown: str) -> None:
     """At least one key comes out."""
-    with pytest.raises(ValueError, match="makes at least one key, not 0"):
-        random.split(random.key(0), 0)
+    with pytest.raises(ValueError, match=f"makes at least one key, not {shown}"):
+        random.split(random.key(0), num)
 
 
 WRONG = {
