@@ -37,7 +37,7 @@ def checking() -> Generator[None]:
     `split` and every draw consume their key. `fold_in` does not: it may derive any
     number of keys from one. Keys are compared by their contents, so folding the same
     number into a key twice gives the same key. Draws in a backward are recomputations,
-    not reuse.
+    not reuse. A block within another shares its record: each sees the other's uses.
 
     This is for tests: each key is copied from its device. Regions inside run as plain
     functions, as under `remat.disabled()`, so that each draw has its own line. Code
@@ -60,7 +60,8 @@ def checking() -> Generator[None]:
     References:
         `jax.experimental.key_reuse`.
     """
-    with attributes_as(_thread, record={}), disabled():
+    record = {} if _thread.record is None else _thread.record
+    with attributes_as(_thread, record=record), disabled():
         yield
 
 

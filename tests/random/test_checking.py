@@ -1,5 +1,6 @@
 """`random.checking()`: a key that is consumed twice raises, a recomputation does not."""
 
+import contextlib
 import threading
 from typing import Any
 
@@ -141,15 +142,29 @@ def test_under_transforms() -> None:
 
 
 def test_each_use_of_the_context_starts_anew() -> None:
-    """Nothing is remembered from one to the next; an inner one is its own."""
+    """Nothing is remembered from one to the next."""
     key = random.key(0)
 
     for _ in range(2):
         with random.checking():
             random.normal(key)
-            with random.checking():
-                random.normal(key)
     random.normal(key)
+
+
+INNER_AND_OUTER = [random.checking, contextlib.nullcontext]
+
+
+@pytest.mark.parametrize("first", INNER_AND_OUTER)
+@pytest.mark.parametrize("second", INNER_AND_OUTER)
+def test_a_block_within_another_shares_its_record(first: Any, second: Any) -> None:
+    """What one consumed is known to the other and to a later one, in each direction."""
+    key = random.key(0)
+
+    with random.checking():
+        with first():
+            random.normal(key)
+        with pytest.raises(KeyReuseError), second():
+            random.normal(key)
 
 
 def test_other_threads_are_not_checked() -> None:
