@@ -172,8 +172,8 @@ def configure(  # noqa: PLR0917  DeepSpeed's own order
         profile: has no effect.
 
     Raises:
-        TypeError: `mpu_` is needed and has neither of these, or `deepspeed_config` is
-            neither a mapping nor a path.
+        TypeError: `mpu_` is needed and has neither of these, `deepspeed_config` is neither a
+            mapping nor a path, or its section is no mapping.
         ValueError: the section has an entry that DeepSpeed does not know.
 
     Example:
@@ -234,15 +234,19 @@ def _read_section(
         return {}
     if isinstance(config, (str, Path)):
         config = cast("Mapping[str, Any]", json.loads(Path(config).read_text()))
-    if not isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise refusal(
-            TypeError,
-            where="interop.deepspeed.configure(deepspeed_config=...)",
-            what=f"got {config!r}, of type {type(config).__name__}.",
-            why='Its section "activation_checkpointing" is read.',
-            do="Pass the configuration as a dict, or the path of its JSON file.",
-        )
+    _require_mapping(
+        config,
+        where="interop.deepspeed.configure(deepspeed_config=...)",
+        why='Its section "activation_checkpointing" is read.',
+        do="Pass the configuration as a dict, or the path of its JSON file.",
+    )
     section: Mapping[str, Any] = config.get("activation_checkpointing", {})
+    _require_mapping(
+        section,
+        where='deepspeed_config["activation_checkpointing"]',
+        why="It maps DeepSpeed's options to their values.",
+        do="Pass a dict, or leave the section out.",
+    )
     unknown = sorted(set(section) - set(_ENTRIES))
     if unknown:
         raise refusal(
@@ -253,6 +257,12 @@ def _read_section(
             do="Correct its name, or leave it out.",
         )
     return {_ENTRIES[name]: each for name, each in section.items() if each is not None}
+
+
+def _require_mapping(value: object, *, where: str, why: str, do: str) -> None:
+    if not isinstance(value, Mapping):
+        what = f"got {value!r}, of type {type(value).__name__}."
+        raise refusal(TypeError, where=where, what=what, why=why, do=do)
 
 
 def _group_getter(mpu: Any) -> Callable[[], Any]:

@@ -101,8 +101,12 @@ def test_an_entry_that_deepspeed_does_not_know_is_refused() -> None:
     [
         ({"mpu_": 3, "partition_activations": True}, r"mpu_=.*\): got 3, of type int"),
         ({"deepspeed_config": 3}, r"deepspeed_config=.*\): got 3, of type int"),
+        (
+            {"deepspeed_config": {"activation_checkpointing": None}},
+            r'deepspeed_config\["activation_checkpointing"\]: got None, of type NoneType',
+        ),
     ],
-    ids=["mpu_", "deepspeed_config"],
+    ids=["mpu_", "deepspeed_config", "section"],
 )
 def test_deepspeed_is_configured_by_what_it_can_use(options: Any, message: str) -> None:
     """What is of another kind raises there, not in the first checkpoint."""
