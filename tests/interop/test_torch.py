@@ -554,7 +554,8 @@ def test_what_runs_again_ends_a_graph():
             NotImplementedError,
             "passes them to the hooks",
         ),
-        ({"debug": True}, RematWarning, "has no effect"),
+        ({"debug": True}, RematWarning, "has no effect.*program that was traced"),
+        ({"debug": True, "engine": "rerun"}, RematWarning, "that runs again is not"),
     ],
 )
 def test_options_that_cannot_be_kept(options, error, text):

@@ -39,6 +39,11 @@ _WITH_DEBUG = (
     "errors of a trace always name the operator and the line.",
     "Leave it out; to look for a nondeterministic kernel, use remat(verify=True).",
 )
+_WITH_DEBUG_OF_RERUN = (
+    "A function that runs again is not compared operator by operator, so there is no log "
+    "of either run; its errors have their own traceback.",
+    'Leave it out; engine="trace" runs one program, which cannot run other operators.',
+)
 
 
 @final
@@ -83,7 +88,8 @@ class CheckpointOptions:
                 do="Leave the option out, or make the call outside the hooks.",
             )
         if self.debug:
-            warn_without_effect("checkpoint(debug=True)", *_WITH_DEBUG)
+            reason = _WITH_DEBUG if self.engine == "trace" else _WITH_DEBUG_OF_RERUN
+            warn_without_effect("checkpoint(debug=True)", *reason)
 
     def region(self, function: Callable[..., Any]) -> DecoratedFunction[..., Any]:
         """A region with these options around a function."""
@@ -178,7 +184,7 @@ def checkpoint(
             or torch's; other contexts raise.
         determinism_check: "default" or "none". A traced function is one program, and cannot
             differ from itself.
-        debug: warns: errors always name the operator and the line.
+        debug: warns: errors of a trace always name the operator and the line.
         early_stop: False warns, because a traced recomputation always runs only what
             some gradient needs. `engine="rerun"` always runs the whole function. As in
             torch, the option is ignored with `use_reentrant=True`.
