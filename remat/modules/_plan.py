@@ -131,12 +131,13 @@ def plan(
     """Makes the blocks of a model recompute within one budget for the model, in place.
 
     The model is called once, to see the inputs of each block, with stand-ins for the
-    blocks, which compute nothing; a model on the meta device is called on fake tensors. No
-    parameter, buffer or generator changes. Then each block's frontier of bytes and
+    blocks, which compute nothing; a model on the meta device is called on fake tensors.
+    No parameter, buffer or generator changes. Then each block's frontier of bytes and
     cost is computed (once for equal blocks), and the budget is split so that the total
-    recomputation is least. Within a `peak`, functions of `layers.tiled` get more tiles where
-    these let it fit, or clearly less be recomputed. If equal blocks get unequal shares, the later ones get more. Each
-    call of a block that is called several times has an equal share.
+    recomputation is least. Within a `peak`, functions of `layers.tiled` get more tiles
+    where these let it fit, or clearly less be recomputed. If equal blocks get unequal
+    shares, the later ones get more. Each call of a block that is called several times
+    has an equal share.
 
     Laws: what all blocks together hold from forward to backward, without their inputs,
     stays within the budget; a larger budget never costs more. A block that is later called
