@@ -20,7 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node
 
-from remat import RematWarning, TraceError, checkpoint_name, disabled, policies, remat
+from remat import (
+    RematWarning,
+    TraceError,
+    checkpoint_name,
+    disabled,
+    modules,
+    policies,
+    remat,
+)
 from tests.support import assert_bitwise, backward_operators, grads, seeded
 
 
@@ -160,9 +168,23 @@ class Scaled(nn.Module):
         return self.linear(x).sin() * scale
 
 
+class Plain(nn.Linear):
+    """A module of three inputs whose forward has an argument of the name `x`."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x).sin()
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("wrap", [Scaled, Around])
+@pytest.mark.parametrize(
+    "wrap",
+    [Scaled, Around, lambda: modules.apply(Plain(), "")],
+    ids=["a method", "inside", "modules.apply"],
+)
 def test_a_model_with_regions_can_be_exported(
     wrap: Callable[[], nn.Module], strict: bool
 ) -> None:

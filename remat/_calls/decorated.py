@@ -304,6 +304,11 @@ class MethodRegion(DecoratedFunction[_P, _R]):
         method: Any = fun
         self._is_forward = method.__func__ is _forward_of(method.__self__)
 
+    @property
+    def __code__(self) -> types.CodeType:
+        """The method's, which torch.export asks for."""
+        return cast("Any", self._fun).__code__
+
     def follow_class(self) -> None:
         """Runs what is the `forward` of the module's class now, if it ran the one before."""
         method: Any = self._fun

@@ -42,6 +42,7 @@ from remat._rerun.region import Rerun
 from remat._rerun.state import RunState
 from remat._switches.numerics import Numerics
 from remat._torch import autocast, dtensor, dynamo, levels, modes, tracer, trees
+from remat._torch.modules import untracked
 from remat._torch.tensors import (
     ASK_FOR_HISTORY,
     GET_GRAD,
@@ -273,6 +274,7 @@ class _FlatCall:
             substituted,
             self.numerics.applied(),
             tracer.own_parametrizations(),
+            untracked(),
         ):
             yield
 

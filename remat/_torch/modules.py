@@ -6,7 +6,7 @@ Obsolete when torch makes the hooks public; a function that says so itself has a
 # pyright: reportPrivateUsage=false
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils.module_tracker import ModuleTracker
 
 from remat._torch.attributes import attributes_as
 
@@ -77,10 +78,39 @@ def made_by_hooks(module: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def hooks_for_all() -> list[Any]:
-    """The hooks that run before or after the forward of every module."""
+    """The hooks that run before or after the forward of every module, but for `_is_tracking`."""
+    found = [hook for hooks in _hooks_for_all() for hook in hooks.values()]
+    return [hook for hook in found if not _is_tracking(hook)]
+
+
+def _hooks_for_all() -> list[dict[int, Any]]:
     every: Any = torch.nn.modules.module
-    kinds = (every._global_forward_pre_hooks, every._global_forward_hooks)
-    return [hook for hooks in kinds for hook in hooks.values()]
+    return [every._global_forward_pre_hooks, every._global_forward_hooks]
+
+
+def _is_tracking(hook: Any) -> bool:
+    """Whether torch notes by a hook which modules run, as to count FLOPs by module."""
+    return isinstance(getattr(hook, "__self__", None), ModuleTracker)
+
+
+@contextlib.contextmanager
+def untracked() -> Generator[None]:
+    """Runs the body without hooks that are `_is_tracking`: they hook on gradients of arguments.
+
+    Obsolete when `register_multi_grad_hook` takes leaves under `torch.autograd.grad`.
+    """
+    found = [(hooks, dict(hooks)) for hooks in _hooks_for_all()]
+    for hooks, before in found:
+        for key in [key for key, hook in before.items() if _is_tracking(hook)]:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in found:
+            if any(map(_is_tracking, before.values())):
+                now = before | hooks
+                hooks.clear()
+                hooks.update(now)
 
 
 def second_places(kind: type) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from remat import modules, remat
 from tests.modules.models import WIDTH, Block, a_model, each_option
@@ -122,3 +124,25 @@ def test_a_region_that_calls_a_recurrent_module_leaves_it_as_it_was():
 
     assert_bitwise(grads(remat(fun), [others, x]), grads(fun, [others, x]))
     assert_bitwise(module(x)[0], expected)
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_flops_are_counted_by_module(engine: Any) -> None:
+    """As with torch's checkpoint: each block, and what its backward repeats."""
+    plain = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+    )
+    model, x = modules.apply(copy.deepcopy(plain), "*", engine=engine), torch.ones(3, 8)
+
+    with FlopCounterMode(display=False) as found:
+        model(x).sum().backward()
+    with FlopCounterMode(display=False) as expected:
+        y = x
+        for block in plain:
+            y = checkpoint(block, y, use_reentrant=False)
+        y.sum().backward()
+
+    assert found.get_total_flops() == expected.get_total_flops()
+    assert {"Sequential.0", "Sequential.1", "Sequential.2"} <= {
+        *found.get_flop_counts()
+    }
