@@ -13,6 +13,7 @@ from remat._errors import refusal
 from remat._switches.blocks import is_inert
 from remat._torch import autocast, autograd, fakes, guards, levels
 from remat._tracing.thread import is_running
+from remat.layers._independence import known_independent
 from remat.layers._tiled import tiled
 from remat.storage._argument_checks import refuse, require_type
 
@@ -123,7 +124,8 @@ def _total(
     return (_losses(rows, labels, head, *options) * weight).sum()
 
 
-_LOSSES, _TOTAL = remat(_losses), remat(_total)
+_LOSSES = known_independent(remat(_losses))
+_TOTAL = known_independent(remat(_total))
 
 
 def _widen(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import operator
 import re
 import weakref
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 
@@ -44,14 +44,25 @@ from remat.policies._by_op import bare_name
 
 #: The traces that were found to be independent, each with the patterns and reductions.
 _judged: weakref.WeakKeyDictionary[object, set[object]] = weakref.WeakKeyDictionary()
+#: Regions of this package's own, which are not traced to be judged.
+_known: set[object] = set()
+
+_T = TypeVar("_T")
+
+
+def known_independent(region: _T) -> _T:
+    """Has a region be taken for independent along the axis, however it is cut."""
+    _known.add(region)
+    return region
 
 
 def require_independent(
     region: Any, pattern: Pattern, reduce: str, call: Call, size: int
 ) -> None:
     """Refuses a function whose trace mixes places of the axis, once for each trace."""
-    if size >= call.length:
-        return  # one tile, which is the whole
+    is_whole = size >= call.length
+    if is_whole or region in _known:
+        return
     # A tile of one place would not show what is broadcast along it.
     last, size = call.sizes(size)[-1], max(size, 2)
     whole = call.length if call.length > size else 2 * size

@@ -19,7 +19,7 @@ from remat._calls.decorated import is_of_module
 from remat._calls.options import PolicyLike
 from remat._errors import BudgetError, explain, refusal
 from remat._partition.peak import peaks_of
-from remat._switches.blocks import is_inert, note_tiled
+from remat._switches.blocks import is_disabled, note_tiled
 from remat._torch import dynamo, trees
 from remat._torch.modules import calling_module
 from remat._user_lines import warn
@@ -290,7 +290,7 @@ def _call_tiled(tiled: Tiled[Any, Any], *args: Any, **kwargs: Any) -> Any:
     note_tiled(tiled.unbound)
     call = Call.of(tiled.pattern, args, kwargs)
     size, region = tiled.size(call), tiled.region
-    if not is_inert():
+    if not is_disabled():
         require_independent(region, tiled.pattern, tiled.reduce, call, size)
     return tiled.run_tiles(region, call, size)
 

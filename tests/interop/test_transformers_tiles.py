@@ -230,7 +230,8 @@ def test_autocast_computes_the_logits_in_its_dtype():
 
 
 def test_generation_and_evaluation_are_as_before():
-    plain, model = made("Llama").eval(), enable(made("Llama"), tiled_loss=4).eval()
+    plain = made("Llama").eval()
+    model = enable(made("Llama"), tiled_loss=4, tiled_mlp=4).eval()
     prompt = IDS[:, :4]
 
     assert type(model(input_ids=IDS).logits) is torch.Tensor

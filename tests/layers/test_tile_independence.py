@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remat import RematWarning, TileError, random
+from remat import RematWarning, TileError, disabled, random, remat
 from remat.layers import tiled
 from tests.support import assert_bitwise, assert_close, count_operators, seeded
 
@@ -412,6 +412,46 @@ def test_refuses_before_anything_runs():
 def _refused() -> None:
     with pytest.raises(TileError, match="softmax"):
         tiled(lambda x: x.sin().softmax(1), ALIKE, tiles=2)(X)
+
+
+AROUND: dict[str, Callable[[Any], Callable[[Tensor], Tensor]]] = {
+    "plain": lambda f: f,
+    "region": remat,
+    "vmap": lambda f: lambda x: torch.func.vmap(f)(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize(
+    "is_of_mode", [False, True], ids=["from outside", "of the mode"]
+)
+def test_where_no_gradient_is_wanted_it_is_judged_too(mode: Any, around: Any, is_of_mode: bool):  # fmt: skip
+    """No region runs there, and the tiles would be as wrong."""
+    with mode():
+        x = X.clone() if is_of_mode else X
+        found = around(tiled(lambda x: x.softmax(-1), ALIKE, tiles=2))(x)
+        with pytest.raises(TileError, match="softmax"):
+            around(tiled(lambda x: x.softmax(1), ALIKE, tiles=2))(x)
+
+    assert_close(found, X.softmax(-1))
+
+
+def test_what_was_judged_without_gradients_has_them_later():
+    f = tiled(lambda x: (x @ W).sin() @ H, ALIKE, tiles=2)
+    x = X.clone().requires_grad_()
+    with torch.no_grad():
+        f(x)
+    (found,) = torch.autograd.grad(f(x).sum(), x)
+
+    assert_close(found, torch.autograd.grad(((x @ W).sin() @ H).sum(), x)[0])
+
+
+def test_nothing_is_judged_where_regions_are_disabled():
+    with disabled():
+        found = tiled(lambda x: x.softmax(1), ALIKE, tiles=2)(X)
+
+    assert_close(found, torch.cat([each.softmax(1) for each in X.split(3, 1)], 1))
 
 
 @pytest.mark.parametrize("tiles", [6, 12])

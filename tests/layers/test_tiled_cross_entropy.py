@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remat import remat
-from remat.layers import tiled_cross_entropy
+from remat.layers import _cross_entropy, tiled, tiled_cross_entropy
 from tests.support import LiveBytes, assert_close, count_operators, seeded, swept
 
 pytestmark = [
@@ -193,6 +193,31 @@ def test_no_product_runs_twice_and_logits_of_one_tile_exist():
     gradients = x.nbytes + head.nbytes
     # They are scaled where they wait.
     assert memory.peak <= gradients + 1.1 * logits + 64
+
+
+LOSSES = {
+    "sum": (_cross_entropy._total, "(tile n) d, (tile n), ... -> "),
+    "none": (_cross_entropy._losses, "(tile n) d, (tile n), ... -> (tile n)"),
+}
+
+
+@pytest.mark.parametrize("reduction", LOSSES)
+def test_its_own_function_is_independent_and_not_traced_to_be_judged(reduction: Any):
+    """So that an evaluation costs no trace for each number of tokens."""
+    f, pattern = LOSSES[reduction]
+    rows, labels, weight = X[0], TARGETS[1], HEAD.new_tensor(0.5)
+    given = (rows, labels, HEAD, *([weight] if reduction == "sum" else []))
+    judged = tiled(f, pattern, tiles=3)(*given, -100, 0.1, 2.0, 0.01)
+    regions = _cross_entropy._TOTAL, _cross_entropy._LOSSES
+    before = [each.cache_info() for each in regions]
+    with torch.no_grad():
+        found = tiled_cross_entropy(
+            rows, HEAD, labels, tiles=3, reduction=reduction,
+            label_smoothing=0.1, softcap=2.0, z_loss=0.01,
+        )  # fmt: skip
+
+    assert_close(judged, found * 0.5 if reduction == "sum" else found)
+    assert [each.cache_info() for each in regions] == before
 
 
 def test_the_graph_may_be_used_twice():
