@@ -58,6 +58,7 @@ def tiled_cross_entropy(
         The loss, a scalar, or of the shape of `targets`, in float32 for half precision.
 
     Raises:
+        TypeError: `x`, `head` or `targets` is no tensor, or targets are no integers.
         ValueError: shapes do not fit, or an option is out of range.
 
     Example:
@@ -75,6 +76,7 @@ def tiled_cross_entropy(
     """
     options = _LossOptions(ignore_index, label_smoothing, softcap, z_loss)
     _require_options(options, reduction)
+    _require_tensors(x, head, targets)
     head = autocast.in_products(_laid_as_linear(x, head, targets))
     x = autocast.in_products(x)
     rows, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long()
@@ -267,6 +269,28 @@ def _require_options(options: _LossOptions, reduction: object) -> None:
             reduction,
             why="The losses of the tokens are averaged, added, or returned.",
             do='Pass "mean", "sum" or "none".',
+        )
+
+
+def _require_tensors(x: object, head: object, targets: object) -> None:
+    where = "tiled_cross_entropy({}=...)"
+    for name, given in (("x", x), ("head", head), ("targets", targets)):
+        if not isinstance(given, Tensor):
+            raise refusal(
+                TypeError,
+                where=where.format(name),
+                what=f"got a {type(given).__name__}.",
+                why="It computes with tensors alone.",
+                do="Pass a tensor; for the head, the weight of a linear layer without bias.",
+            )
+    dtype = cast("Tensor", targets).dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        raise refusal(
+            TypeError,
+            where=where.format("targets"),
+            what=f"got {dtype}.",
+            why="Each target is the number of a class; probabilities of classes are not taken.",
+            do="Pass integers: targets.long(), if they are whole numbers.",
         )
 
 

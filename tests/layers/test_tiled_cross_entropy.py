@@ -301,12 +301,15 @@ def test_gradients_in_float16_are_those_of_a_scaled_loss():
         assert (one - other).norm() < 2e-3 * other.norm()
 
 
-def test_no_tokens_and_small_integers():
-    """The mean over none is no number without a gradient too; bytes are labels."""
-    none = tiled_cross_entropy(X[0, :0], HEAD, TARGETS[0, :0], tiles=3)
-    found = tiled_cross_entropy(X[1], HEAD, TARGETS[1].to(torch.uint8), tiles=3)
+def test_the_mean_over_no_token_is_no_number():
+    """Without a gradient too."""
+    assert tiled_cross_entropy(X[0, :0], HEAD, TARGETS[0, :0], tiles=3).isnan()
 
-    assert none.isnan()
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)  # fmt: skip
+def test_small_integers_are_targets(dtype: torch.dtype):
+    found = tiled_cross_entropy(X[1], HEAD, TARGETS[1].to(dtype), tiles=3)
+
     assert_close(found, formula(X[1], HEAD, TARGETS[1]))
 
 
@@ -339,4 +342,23 @@ def test_what_makes_no_sense_is_refused(change: dict[str, Any], text: str):
     given: dict[str, Any] = {"x": X, "head": HEAD, "targets": TARGETS, "tiles": 2}
 
     with pytest.raises(ValueError, match=text):
+        tiled_cross_entropy(**{**given, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"targets": TARGETS.double()}, r"targets=\.\.\.\): got torch.float64.*the number of a class"),
+        ({"targets": TARGETS > 5}, "got torch.bool.*Pass integers"),
+        ({"targets": TARGETS * 1j}, "got torch.complex"),
+        ({"targets": TARGETS.tolist()}, r"targets=\.\.\.\): got a list.*tensors alone"),
+        ({"head": torch.nn.Linear(4, 11)}, r"head=\.\.\.\): got a Linear.*the weight of a linear layer"),
+        ({"x": None}, r"x=\.\.\.\): got a NoneType"),
+    ],
+)  # fmt: skip
+def test_what_is_no_tensor_or_no_class_is_refused(change: dict[str, Any], text: str):
+    """Truncated to whole numbers, other targets would have a loss too."""
+    given: dict[str, Any] = {"x": X, "head": HEAD, "targets": TARGETS, "tiles": 2}
+
+    with pytest.raises(TypeError, match=text):
         tiled_cross_entropy(**{**given, **change})
