@@ -98,34 +98,58 @@ def enable(
     require_count("interop.transformers.enable(every=...)", every, at_least=1)
     settings: dict[str, Any] = {"rng": "preserve", "policy": policy, **options}
     run = functools.partial(_run_layer, remat(**settings))
+    # All that may be refused comes first, and leaves the model as it was.
+    forwards = _forwards_in_tiles(model, tiled_loss, tiled_mlp)
     setter = functools.partial(_set_checkpointing, owner, run, every)
     setter(enable=True)
     owner.__dict__[_HOOK] = setter
     _undo_tiles(model)
-    if tiled_loss is not None:
-        head = _head_of(model)
-        head.__dict__["forward"] = LateHead(head, tiled_loss)
-    if tiled_mlp is not None:
-        for mlp in _mlps_of(model):
-            instead = tiled(mlp.forward, _ALONG_SEQUENCE, tiles=tiled_mlp)
-            mlp.__dict__["forward"] = instead
+    for module, forward in forwards:
+        module.__dict__["forward"] = forward
     return model
 
 
 _ALONG_SEQUENCE = "b (tile s) d -> b (tile s) d"
 
 
+def _forwards_in_tiles(
+    model: nn.Module, tiled_loss: int | str | None, tiled_mlp: int | str | None
+) -> list[tuple[nn.Module, Any]]:
+    """Modules that are to run in tiles, each with what takes the place of its forward."""
+    found: list[tuple[nn.Module, Any]] = []
+    if tiled_loss is not None:
+        head = _head_of(model)
+        found.append((head, LateHead(head, tiled_loss)))
+    if tiled_mlp is not None:
+        for mlp in _mlps_of(model):
+            instead = tiled(_whole_forward(mlp), _ALONG_SEQUENCE, tiles=tiled_mlp)
+            found.append((mlp, instead))
+    return found
+
+
+def _is_in_tiles(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get("forward"), (LateHead, Tiled))
+
+
+def _whole_forward(module: nn.Module) -> Any:
+    """A module's forward, without the tiles that it may have already."""
+    is_own = not _is_in_tiles(module)
+    return module.forward if is_own else type(module).forward.__get__(module)
+
+
 def _undo_tiles(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module.__dict__.get("forward"), (LateHead, Tiled)):
-            del module.__dict__["forward"]
+    for module in filter(_is_in_tiles, model.modules()):
+        del module.__dict__["forward"]
 
 
 def _head_of(model: nn.Module) -> nn.Linear:
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = find()
     is_linear = isinstance(head, nn.Linear) and head.bias is None  # pyright: ignore[reportUnnecessaryComparison]
-    if is_linear and getattr(head.forward, "__func__", None) is nn.Linear.forward:
+    if (
+        is_linear
+        and getattr(_whole_forward(head), "__func__", None) is nn.Linear.forward
+    ):
         return head
     raise refuse(
         "interop.transformers.enable(tiled_loss=...)",

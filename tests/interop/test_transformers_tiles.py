@@ -1,6 +1,7 @@
 """`interop.transformers.enable(tiled_loss=, tiled_mlp=)`: the same step, in less at a time."""
 
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -288,6 +289,53 @@ def test_disable_takes_the_tiles_away():
 
     assert all("forward" not in vars(each) for each in model.modules())
     assert type(step(model)[0].logits) is torch.Tensor
+
+
+def state(model: Any) -> dict[str, Any]:
+    """What each module has among its attributes, but for its parts."""
+    parts = ("_parameters", "_buffers", "_modules")
+    return {
+        name: {key: each for key, each in vars(module).items() if key not in parts}
+        for name, module in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"tiled_loss": 2},
+        {"tiled_loss": 2, "tiled_mlp": 2},
+        {"tiled_mlp": 0},
+        {"every": 0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_a_model_that_is_refused_stays_as_it_was(
+    refused: dict[str, int], is_enabled: bool
+):
+    """Whether it has regions and tiles or none."""
+    model = made("Llama")
+    model.lm_head.bias = torch.nn.Parameter(torch.ones(VOCABULARY))
+    if is_enabled:
+        enable(model, tiled_mlp=4)
+    before = state(model)
+
+    with pytest.raises(ValueError, match=r"interop\.transformers|tiled"):
+        enable(model, **refused)  # pyright: ignore[reportArgumentType]
+    assert state(model) == before
+    assert model.is_activation_checkpointing == is_enabled
+
+
+def test_enabled_again_a_model_has_the_new_tiles_alone():
+    model = enable(made("Llama"), tiled_loss=4, tiled_mlp=4)
+    enable(model, tiled_loss=2, tiled_mlp=2)
+    assert model.lm_head.forward.tiles == 2
+    assert {each.mlp.forward.tiles for each in model.model.layers} == {2}
+    assert type(model.model.layers[0].mlp.forward.__wrapped__) is types.MethodType
+    enable(model)
+
+    assert all("forward" not in vars(each) for each in model.modules())
 
 
 @pytest.mark.parametrize(
