@@ -77,6 +77,12 @@ def made_by_hooks(module: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield masked._tensor_name, partial(masked.apply_mask, module)
 
 
+def forward_hooks_in(module: torch.nn.Module) -> list[Any]:
+    """The hooks that run after the forward of a module or of one of its parts."""
+    parts: Iterator[Any] = module.modules()
+    return [hook for part in parts for hook in part._forward_hooks.values()]
+
+
 def hooks_for_all() -> list[Any]:
     """The hooks that run before or after the forward of every module, but for `_is_tracking`."""
     found = [hook for hooks in _hooks_for_all() for hook in hooks.values()]

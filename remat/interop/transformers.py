@@ -9,14 +9,18 @@ of the layers collect in lists. A region returns what it collected, so that it h
 """
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
+import torch
 from torch import nn
 
 from remat._api import remat
 from remat._calls.options import PolicyLike
+from remat._errors import SideEffectError, refusal
 from remat._torch import dynamo
+from remat._torch.modules import calling_module, forward_hooks_in
 from remat._user_lines import warn
 from remat.interop._late_product import LateHead
 from remat.layers import Tiled, tiled
@@ -112,6 +116,50 @@ def enable(
 _ALONG_SEQUENCE = "b (tile s) d -> b (tile s) d"
 
 
+@final
+class _TiledMLP:
+    """Stands in the place of an MLP's `forward`: its tiles, where hooks collect nothing inside."""
+
+    def __init__(self, mlp: nn.Module, tiled: Tiled[Any, Any]) -> None:
+        self.mlp = mlp
+        self.tiled = tiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The MLP's result, computed tile by tile."""
+        if torch.compiler.is_dynamo_compiling():
+            return self.tiled(*args, **kwargs)
+        through = calling_module()
+        _require_nothing_collected(self.mlp if through is None else through)
+        return self.tiled.called_through(through)(*args, **kwargs)
+
+
+def _require_nothing_collected(mlp: nn.Module) -> None:
+    """Refuses a call whose hooks would collect something for each tile, or in a trace alone."""
+    asked: Any = _active.get()
+    if not asked:
+        return
+    found = {
+        f"output_{key}" for key in map(_key_of, forward_hooks_in(mlp)) if key in asked
+    }
+    if found:
+        names = ", ".join(sorted(found))
+        raise refusal(
+            SideEffectError,
+            where="interop.transformers.enable(tiled_mlp=...)",
+            what=f"the model is called with {names}, which hooks collect inside of a "
+            f"{type(mlp).__name__}.",
+            why="It runs tile by tile, and they would collect a part for each tile.",
+            do=f"Call the model without {names}, or enable without `tiled_mlp`.",
+        )
+
+
+def _key_of(hook: Any) -> str | None:
+    """What a hook collects, if it is one of transformers that collects."""
+    if getattr(hook, "__module__", None) != _capturing.__name__:
+        return None
+    return inspect.getclosurevars(hook).nonlocals.get("key")
+
+
 def _forwards_in_tiles(
     model: nn.Module, tiled_loss: int | str | None, tiled_mlp: int | str | None
 ) -> list[tuple[nn.Module, Any]]:
@@ -123,12 +171,12 @@ def _forwards_in_tiles(
     if tiled_mlp is not None:
         for mlp in _mlps_of(model):
             instead = tiled(_whole_forward(mlp), _ALONG_SEQUENCE, tiles=tiled_mlp)
-            found.append((mlp, instead))
+            found.append((mlp, _TiledMLP(mlp, instead)))
     return found
 
 
 def _is_in_tiles(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get("forward"), (LateHead, Tiled))
+    return isinstance(module.__dict__.get("forward"), (LateHead, _TiledMLP))
 
 
 def _whole_forward(module: nn.Module) -> Any:

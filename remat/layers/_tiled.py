@@ -211,13 +211,15 @@ class Tiled(Generic[_P, _R]):
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """The function's result, computed tile by tile."""
-        own = getattr(self.__wrapped__, "__self__", None)
-        if own is None or torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return _call_tiled(self, *args, **kwargs)
-        through = calling_module()
-        # It may stand in the attributes of a copy of its module.
-        is_copy = through is not own and type(through) is type(own)
-        return _call_tiled(self.__get__(through) if is_copy else self, *args, **kwargs)
+        return _call_tiled(self.called_through(calling_module()), *args, **kwargs)
+
+    def called_through(self, module: object) -> Tiled[Any, Any]:
+        """Itself, or what it is in the attributes of a copy of its module."""
+        own = getattr(self.__wrapped__, "__self__", None)
+        is_copy = module is not own and type(module) is type(own)
+        return self.__get__(module) if is_copy else self
 
     def length_of_tile(self, *args: _P.args, **kwargs: _P.kwargs) -> int:
         """How long a tile of a call is along the axis; the last one may be shorter."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from remat import SavedTensorModifiedError, modules
+from remat import SavedTensorModifiedError, SideEffectError, modules
 from tests.support import LiveBytes, assert_close, swept
 
 tr: Any = pytest.importorskip("transformers")
@@ -33,6 +33,7 @@ SIZES = {
 KINDS = {
     "Llama": {**SIZES, "num_key_value_heads": 2},
     "Gemma2": {**SIZES, "num_key_value_heads": 2, "head_dim": 8},
+    "Mixtral": {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4},
     "GPT2": {
         "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False,
@@ -41,6 +42,7 @@ KINDS = {
 HEADS = {
     "Llama": "LlamaForCausalLM",
     "Gemma2": "Gemma2ForCausalLM",
+    "Mixtral": "MixtralForCausalLM",
     "GPT2": "GPT2LMHeadModel",
 }
 IDS = torch.arange(2 * LENGTH).reshape(2, LENGTH) * 7 % VOCABULARY
@@ -284,6 +286,31 @@ def test_copies_follow_their_own_weights():
     assert step(other)[0].loss != step(model)[0].loss
 
 
+def mixtral(**options: Any) -> Any:
+    model = enable(made("Mixtral"), **options)
+    model.set_experts_implementation("batched_mm")
+    return model
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["train", "eval"])
+def test_what_hooks_collect_inside_of_tiles_is_refused(is_training: bool):
+    """Also where there is a trace in which they collect nothing; what is not inside is none of it."""
+    plain, model = (
+        each.train(is_training) for each in (mixtral(), mixtral(tiled_mlp=4))
+    )
+    refused = r"output_router_logits, which hooks collect inside of a MixtralSparse.*without `tiled_mlp`"
+
+    with torch.set_grad_enabled(is_training):
+        for _ in range(2):
+            with pytest.raises(SideEffectError, match=refused):
+                model(input_ids=IDS, output_router_logits=True)
+            expected, found = (
+                each(input_ids=IDS, output_hidden_states=True).hidden_states
+                for each in (plain, model)
+            )
+            assert_close(found, expected)
+
+
 def test_disable_takes_the_tiles_away():
     model = disable(enable(made("Llama"), tiled_loss=4, tiled_mlp=4))
 
@@ -331,8 +358,8 @@ def test_enabled_again_a_model_has_the_new_tiles_alone():
     model = enable(made("Llama"), tiled_loss=4, tiled_mlp=4)
     enable(model, tiled_loss=2, tiled_mlp=2)
     assert model.lm_head.forward.tiles == 2
-    assert {each.mlp.forward.tiles for each in model.model.layers} == {2}
-    assert type(model.model.layers[0].mlp.forward.__wrapped__) is types.MethodType
+    assert {each.mlp.forward.tiled.tiles for each in model.model.layers} == {2}
+    assert type(model.model.layers[0].mlp.forward.tiled.__wrapped__) is types.MethodType
     enable(model)
 
     assert all("forward" not in vars(each) for each in model.modules())
