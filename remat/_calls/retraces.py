@@ -1,12 +1,14 @@
 """What makes one function be traced again and again, told at its tenth trace."""
 
 import collections
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import final
 
 from remat._calls.entry import Entry
 from remat._calls.signature import STATIC, CallSite
 from remat._graph.meta import TensorMeta
+from remat._torch.sizes import hint
 from remat._user_lines import warn
 
 _MANY = 10  # a heuristic: train and eval, with and without a gradient, make fewer
@@ -71,7 +73,9 @@ def _call_description(site: CallSite) -> dict[str, object]:
     leaves = zip(site.names, site.layout.leaves, strict=True)
     found: dict[str, object] = {}
     for name, meta in zip(site.tensor_names, site.metas, strict=True):
-        found[f"`{name}`"] = meta
+        # A trace around has symbols in the place of open sizes, and would record comparisons.
+        stride = tuple(map(hint, meta.stride))
+        found[f"`{name}`"] = dataclasses.replace(meta, shape=meta.hints, stride=stride)
     found |= {
         f"`{name}`": repr(each) for name, (kind, each) in leaves if kind == STATIC
     }

@@ -394,6 +394,7 @@ def _wants_first_order() -> bool:
 def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
     try:
         prefetch.start(ctx)
+        cotangents = _resolved(cotangents)
         return node_gradients(ctx, pulled_back(ctx, cotangents), cotangents)
     except BaseException:
         prefetch.drop()
@@ -483,6 +484,14 @@ def _forward_fast(ctx: Any, call: Call, *operands: Tensor) -> tuple[Tensor, ...]
     return tuple(found[:first])
 
 
+def _resolved(cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Without lazy conjugation: programs are traced for numbers as they lie."""
+    return tuple(
+        None if each is None else each.resolve_conj().resolve_neg()
+        for each in cotangents
+    )
+
+
 @dynamo.unseen_by_dynamo
 def _gradients_fast(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
     """`_gradients` after a fast forward: most often by the program of a backward before."""
@@ -510,6 +519,7 @@ def look_up_gradients(
     ctx: Any, cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """The gradients by a backward unlike all before; it is remembered for the next one."""
+    cotangents = _resolved(cotangents)
     fast_path: FastPath = ctx.call.fast_path
     numerics = Numerics.current()
     derived = pulled_back(ctx, cotangents)

@@ -54,9 +54,14 @@ from remat._torch.tensors import (
     storage_key,
 )
 from remat._tracing import engines
-from remat._tracing.aliases import without_false_gradients
+from remat._tracing.aliases import is_view_of, without_false_gradients
 from remat._tracing.arguments import Given, own_set
-from remat._tracing.refusals import mutates, require_tellable, uninitialized
+from remat._tracing.refusals import (
+    mutates,
+    out_keeps_its_shape,
+    require_tellable,
+    uninitialized,
+)
 from remat._tracing.side_effects import require_all_returned
 from remat._tracing.thread import depth, lift, running_again
 from remat._user_lines import user_line
@@ -312,7 +317,9 @@ def _shared_results(results: Sequence[Tensor]) -> dict[int, _SharedResult]:
     found: dict[int, _SharedResult] = {}
     for index, each in plain.items():
         owner = owners.get(storage_key(each), index)
-        if owner != index and each.dtype == results[owner].dtype:
+        if owner == index or each.dtype != results[owner].dtype:
+            continue
+        if each is results[owner] or is_view_of(each, results[owner]):
             layout = each.shape, each.stride(), int(each.storage_offset())
             found[index] = _SharedResult(owner, each is results[owner], layout)
     return found
@@ -365,11 +372,19 @@ class _Substituted(TorchFunctionMode):
         if self._state.before is None:
             for target in _written_tensors(func, args, kwargs):
                 self._constants.before_write(target, self._state)
-        out = func(*args, **kwargs)
+        out = self._call(func, args, kwargs)
         given = set(map(id, trees.tensor_leaves((args, kwargs))))
         self._state.made |= set(map(id, trees.tensor_leaves(out))) - given
         self._state.refuse_draws(func)
         return out
+
+    def _call(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if "out" not in kwargs:
+            return func(*args, **kwargs)
+        with out_keeps_its_shape(kwargs, self._is_from_outside):
+            return func(*args, **kwargs)
 
     def _is_operand(self, tensor: Tensor) -> bool:
         pairs = self._stand_ins.items()

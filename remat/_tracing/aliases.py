@@ -7,11 +7,13 @@ an argument that it returns (to reverse a gradient, or to add that of an auxilia
 Such a custom alias is copied. The words are those of AOTAutograd, which sorts outputs alike.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 
 from remat._torch import dtensor
 from remat._torch.tensors import is_view, storage_key
@@ -57,7 +59,7 @@ def copy_custom_aliases(
             or _is_hooked(tensor)
             # A gradient was written to an alias that is detached from what it lies in.
             or (key in without_grad and tensor.requires_grad)
-            or _comes_of_users(tensor.grad_fn, nodes[key])
+            or _has_own_derivative(tensor, nodes[key])
         ):
             found[index] = tensor.clone()
     return found
@@ -68,13 +70,46 @@ def _is_hooked(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "_backward_hooks", None))
 
 
-def _comes_of_users(node: Any, base: Any) -> bool:
-    """Whether a user's `autograd.Function` stands between a view's node and its base's."""
+def _has_own_derivative(tensor: Tensor, base: Any) -> bool:
+    """Whether a user's `autograd.Function` stands between a view's node and its base's.
+
+    Or whether the one does not lead to the other: an alias was detached, and written to since.
+    """
+    node = tensor.grad_fn
     while node is not None and node is not base:
         if isinstance(node, BackwardCFunction):
             return True
         node = node.next_functions[0][0] if node.next_functions else None
-    return False
+    return tensor.requires_grad and base is not None and node is None
+
+
+def is_view_of(tensor: Tensor, owner: Tensor) -> bool:
+    """Whether an alias has the numbers, and the derivative, of a view by strides of its owner.
+
+    Both may be views of what is not returned: then what leads from it to each is torch's own.
+    """
+    bits, others = ((each.is_conj(), each.is_neg()) for each in (tensor, owner))
+    if bits != others or _is_hooked(tensor) or _is_hooked(owner):
+        return False
+    if not (tensor.requires_grad and owner.requires_grad):
+        return True
+    own, known = (_first_edges(each) for each in (tensor, owner))
+    apart = itertools.chain(
+        itertools.takewhile(lambda node: node not in known, own),
+        itertools.takewhile(lambda node: node not in own, known),
+    )
+    is_custom = any(isinstance(node, BackwardCFunction) for node in apart)
+    return not is_custom and any(node in known for node in own)
+
+
+def _first_edges(tensor: Tensor) -> dict[Any, None]:
+    """The nodes from a tensor's own along the first edge of each, in order."""
+    node: Any = get_gradient_edge(tensor).node
+    found: dict[Any, None] = {}
+    while node is not None:
+        found[node] = None
+        node = node.next_functions[0][0] if node.next_functions else None
+    return found
 
 
 def _owners_first(returned: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:

@@ -16,6 +16,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, fx
 
+from remat._errors import RematError
 from remat._generators import device_states, streams
 from remat._graph import operators, statistics
 from remat._graph.meta import Meta, TensorMeta, device_of
@@ -97,8 +98,10 @@ class _NotingInterpreter(fx.Interpreter):
         try:
             out = super().run_node(n)
         except (RuntimeError, IndexError) as error:
-            note = n.meta.get("remat")
-            raise refusals.of_a_write(error, note.source if note else "") from error
+            if isinstance(error, RematError):
+                raise
+            why = str(error).partition(". ")[0]
+            raise refusals.of_a_write(why, _line_of(n)) from error
         for node in in_place_operators.written(n):
             in_place_operators.lay_out(self.env[node], node.meta["val"].stride())
         note = n.meta.get("remat")
@@ -115,6 +118,11 @@ class _NotingInterpreter(fx.Interpreter):
         if in_place_operators.runs_on_copies(target):
             return in_place_operators.run_on_copies(target, args, kwargs)
         return super().call_function(target, args, kwargs)
+
+
+def _line_of(node: fx.Node) -> str:
+    note = node.meta.get("remat")
+    return note.source if note else ""
 
 
 @functools.cache
@@ -147,6 +155,10 @@ def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.Grap
                 new.meta["remat"] = note
         if not in_place_operators.has_mutations(graph):
             return module
+        for node in in_place_operators.writes_that_do_not_invert(graph):
+            raise refusals.of_a_write(
+                "it repeats or leaves out elements", _line_of(node)
+            )
         in_place_operators.take_parts_for_views(graph)
         inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         inputs[: len(operands)] = operands

@@ -56,6 +56,32 @@ def writes_to_reshaped(graph: fx.Graph) -> bool:
     return False
 
 
+def writes_that_do_not_invert(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Writes through `unfold`, or to elements that lie in one place, as after `expand`.
+
+    Functionalization would lose what the windows leave out, and add up what lies in one place.
+    Obsolete when it refuses these itself.
+    """
+    for node in graph.nodes:
+        for given in written(node) if operators.is_mutable(node.target) else ():
+            known = given.meta["val"]
+            pairs = zip(known.shape, known.stride(), strict=True)
+            if any(size > 1 and step == 0 for size, step in pairs) or _is_in_windows(
+                given
+            ):
+                yield node
+
+
+def _is_in_windows(node: Any) -> bool:
+    while isinstance(node, fx.Node) and node.args:
+        if node.target is _aten.unfold.default:
+            return True
+        is_part = operators.returns_view(node.target) or node.target is operator.getitem
+        is_same = is_part or operators.is_mutable(node.target)
+        node = node.args[0] if is_same else None
+    return False
+
+
 def take_parts_for_views(graph: fx.Graph) -> None:
     """Has a write to a part of `unsafe_split` or `unsafe_chunk` reach the whole, as it does.
 

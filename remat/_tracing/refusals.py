@@ -1,7 +1,8 @@
 """The errors of functions and tensors that cannot be traced, wherever a region meets them."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from remat._errors import (
     refusal,
 )
 from remat._graph.meta import TensorMeta
-from remat._torch import fakes, taking_functions
+from remat._torch import fakes, taking_functions, trees
 from remat._torch.tensors import (
     ASK_FOR_HISTORY,
     ASK_FOR_MEMORY,
@@ -188,7 +189,7 @@ def require_tellable(
             MutationError,
             where=f"`.{func.__name__}()` of {TensorMeta.of(args[0])} at {user_line()}",
             what="changes the shape of a tensor from outside.",
-            why="A region hands back new numbers of what it is given, and no new shape.",
+            why=_NO_SHAPE,
             do=f"Write x = x.{pure}(...) instead.",
         )
     history = ASK_FOR_HISTORY.get(func)
@@ -217,6 +218,30 @@ def require_tellable(
             why="A trace runs on tensors that have none.",
             do=f"Ask it outside, or use {_RERUN}.",
         )
+
+
+_NO_SHAPE = "A region hands back new numbers of what it is given, and no new shape."
+
+
+@contextlib.contextmanager
+def out_keeps_its_shape(
+    kwargs: Mapping[str, Any], is_operand: Callable[[Tensor], bool]
+) -> Generator[None]:
+    """Refuses a call inside that resizes a tensor from outside, given as `out`."""
+    found = trees.tensor_leaves(kwargs.get("out"))
+    before = [(each, each.shape) for each in found if is_operand(each)]
+    yield
+    for tensor, shape in before:
+        now = tensor.shape
+        if now != shape:
+            tensor.resize_(shape)
+            raise refusal(
+                MutationError,
+                where=f"`out=` at {user_line()}",
+                what=f"resizes a tensor from outside, from {list(shape)} to {list(now)}.",
+                why=_NO_SHAPE,
+                do="Give a tensor of that shape, or return the result instead.",
+            )
 
 
 def _require_no_setting(
@@ -311,14 +336,12 @@ def reshapes_in_place(line: str) -> TraceError:
     )
 
 
-def of_a_write(error: Exception, line: str) -> Exception:
+def of_a_write(why: str, line: str) -> TraceError:
     """The error for a write in place, made by this line, that torch cannot follow in a trace."""
-    if isinstance(error, RematError):
-        return error
     return untraceable(
         where=line or "the function",
         what="reads or writes memory that is written to in a way that cannot be traced.",
-        why=f"torch cannot make the write anew: {str(error).partition('. ')[0]}.",
+        why=f"torch cannot make the write anew: {why}.",
         do=f"Write a new tensor instead (torch.where, torch.cat, torch.complex), or use {_RERUN}.",
     )
 

@@ -83,6 +83,10 @@ class Running:
         """Whether a tensor is an argument's stand-in, or one from outside."""
         return not is_fake(tensor) or any(tensor is each for each in self.operands)
 
+    def is_stand_in(self, tensor: Tensor) -> bool:
+        """Whether a tensor of the trace stands for an argument, or for a captured tensor."""
+        return any(tensor is each for each in (*self.operands, *self.leaves))
+
     def is_aside(self, args: Any) -> bool:
         """Whether all tensors of a call are states that a tracker handles."""
         tensors = trees.tensor_leaves(args)
@@ -327,7 +331,10 @@ class UserCalls(TorchFunctionMode):
         before = len(graph.nodes)
         is_gathered = taking_functions.indexes_by_tensors()
         out = NotImplemented if is_gathered else running.look_ups.call(func, args)
-        if out is NotImplemented:
+        if out is NotImplemented and "out" in kwargs:
+            with refusals.out_keeps_its_shape(kwargs, running.is_stand_in):
+                out = self._call_lifted(func, args, kwargs)
+        elif out is NotImplemented:
             out = self._call_lifted(func, args, kwargs)
         if len(graph.nodes) > before:
             note = importing.Note(user_line(), function_name(func), is_backward=False)

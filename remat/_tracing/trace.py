@@ -291,7 +291,9 @@ def _record_run(run: _TraceRun) -> fx.GraphModule:
         running.fakes.extend(map(weakref.ref, operands))
     try:
         module = tracer.make_fx(run, operands, collectives.functional_twins())
-        run.cut = importing.cut_outputs(module.graph)
+        # What was detached and has a gradient was written to since.
+        cuts = zip(importing.cut_outputs(module.graph), run.detached, strict=False)
+        run.cut = tuple(is_cut and is_detached for is_cut, is_detached in cuts)
         if running.reshapes and in_place_operators.writes_to_reshaped(module.graph):
             raise refusals.reshapes_in_place(running.reshapes)
         if in_place_operators.has_mutations(module.graph):
@@ -388,13 +390,16 @@ def _views_of_returned(
     pairs = zip(outputs, run.placements, strict=True)
     plain = [None if placement else ref for ref, placement in pairs]
     bases = [*filter(None, plain), *written]
+    # Of the same value, detached or not, the one that has a gradient: the others are made of it.
+    order = sorted(range(len(plain)), key=run.differentiable.__getitem__)
+    places = {plain[index]: index for index in order}
     rows = enumerate(zip(returned, run.detached, run.cut, strict=False))
     for index, (ref, *cuts) in rows:
         if index in run.same:  # a DTensor, which is an operand or an output
             kind, place = run.same[index]
             is_operand = kind == "operand"
-            places = (None, place) if is_operand else (run.chosen.index(place), None)
-            yield View(*places, None, *cuts)
+            made_of = (None, place) if is_operand else (run.chosen.index(place), None)
+            yield View(*made_of, None, *cuts)
         elif ref is None:
             yield View(None, None, None, True)
         else:
@@ -402,9 +407,8 @@ def _views_of_returned(
             if path is None:
                 raise refusals.view_of_unknown(graph.values[ref.index].source)
             base, steps = path
-            is_output = base in plain
-            output = plain.index(base) if is_output else None
-            operand = None if is_output else written.get(base, base.index)
+            output = places.get(base)
+            operand = written.get(base, base.index) if output is None else None
             yield View(output, operand, steps, *cuts)
 
 

@@ -376,7 +376,9 @@ def _without_grad(base: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "detach", [Tensor.detach, lambda t: t.detach()[:1], _without_grad]
 )
+@pytest.mark.parametrize("of_the_base", [True, False], ids=["base", "view"])
 def test_a_view_beside_a_detached_alias_has_its_gradient(
+    of_the_base: bool,
     detach: Callable[[Tensor], Tensor],
     view: Callable[[Tensor], Tensor],
     is_first: bool,
@@ -386,7 +388,8 @@ def test_a_view_beside_a_detached_alias_has_its_gradient(
 
     def fun(x: Tensor) -> tuple[Tensor, ...]:
         base = x.sin()
-        found = (view(base), detach(base))
+        part = view(base)
+        found = (part, detach(base if of_the_base else part))
         return found if is_first else found[::-1]
 
     x = seeded(3, 3).requires_grad_()

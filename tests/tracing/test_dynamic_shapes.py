@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from remat import checkpoint_name, policies, random, remat, scan, storage
 from remat.random import key
 from remat.testing import assert_equivalent
-from tests.support import assert_bitwise, daily, run, seeded, swept
+from tests.support import assert_bitwise, assert_close, daily, run, seeded, swept
 from tests.tracing.sizes import HEADS, WIDTH, quiet, sequence, traced
 
 pytestmark = [
@@ -408,3 +408,18 @@ def test_a_draw_between_bounds(bounds: tuple[int, ...]) -> None:
     expected = run(fun, args)
     torch.manual_seed(0)
     assert_bitwise(run(remat(fun, rng="preserve"), args), expected)
+
+
+def test_a_region_traced_inside_of_one_of_open_sizes_serves_others() -> None:
+    """The next trace compared sizes with the symbols of the former, and recorded that."""
+    inner, x = remat(lambda x, y: x.sin() * y), seeded(3, 4).requires_grad_()
+    around = remat(lambda x, y: inner(x, y), dynamic_shapes=True)
+    around(x, x.detach())
+
+    def second(fun: Any) -> Tensor:
+        slope = torch.func.grad(lambda x: fun(x, x.detach()).sin().sum())
+        return torch.func.jvp(slope, (x.detach(),), (x.detach(),))[1]
+
+    plain = remat(lambda x, y: inner(x.sin(), y))
+    assert_bitwise(plain(x, x.detach()), x.sin().sin() * x.detach())
+    assert_close(second(around), second(lambda x, y: x.sin() * y))

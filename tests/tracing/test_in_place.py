@@ -192,6 +192,20 @@ def overlapping(x: Tensor) -> Tensor:
     return windows.sin()
 
 
+def apart(x: Tensor) -> Tensor:
+    """Windows that leave an element out."""
+    y = x * 2
+    y.unfold(0, 2, 2).mul_(2)
+    return y.sin()
+
+
+def repeated(x: Tensor) -> Tensor:
+    """Rows that are one in memory."""
+    y = x.detach() * 2
+    y.expand(2, 5).zero_()
+    return x * y.cos()
+
+
 def real_part(x: Tensor) -> Tensor:
     """A write that a derivative of the second order cannot make anew."""
     y = torch.complex(x, x.cos())
@@ -209,9 +223,11 @@ def _second(fun: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     ("fun", "derive"),
     [
         (overlapping, lambda fun, x: grads(fun, [x])),
+        (apart, lambda fun, x: grads(fun, [x])),
+        (repeated, lambda fun, x: grads(fun, [x])),
         (real_part, _second),
     ],
-    ids=["overlapping", "real part, jvp(grad)"],
+    ids=["overlapping", "apart", "repeated", "real part, jvp(grad)"],
 )
 def test_a_write_that_torch_cannot_follow_is_named(
     fun: Callable[[Tensor], Tensor], derive: Callable[..., Any]

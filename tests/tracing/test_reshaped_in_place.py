@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from remat import MutationError, TraceError, remat
@@ -103,3 +104,24 @@ def test_a_tensor_from_outside_keeps_its_shape(
         remat(fun, engine=engine)(seeded(2, 2).requires_grad_(), part)
     assert_bitwise(base, before)
     assert (part.shape, base._version) == (base.shape, version)
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun", "auto"])
+@pytest.mark.parametrize("shape", [(0,), (2, 4)])
+@pytest.mark.parametrize("is_argument", [True, False], ids=["argument", "captured"])
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_tensor_from_outside_is_not_resized_by_what_is_written_to_it(
+    is_argument: bool, shape: tuple[int, ...], engine: Any
+) -> None:
+    """A region lost the new shape, or wrote to all rows of the old one."""
+    out = torch.zeros(shape)
+
+    def fun(w: Tensor, given: Tensor) -> Tensor:
+        torch.mul(torch.ones(4), 2, out=given if is_argument else out)
+        return (w * w).sum()
+
+    with pytest.raises(
+        MutationError, match=r"`out=` at test_reshaped.*resizes a tensor"
+    ):
+        remat(fun, engine=engine)(seeded(2, 2).requires_grad_(), out)
+    assert out.shape == shape
