@@ -21,6 +21,17 @@ ON_ANY: Reasons = {
     "it counts the workspace of draws on a CPU; an accelerator's tiles are larger": [
         "tests/random/test_memory.py",
     ],
+    "it measures a CPU, or prints what a CPU computes": [
+        "tests/benchmarks/test_benchmarks.py",
+        "tests/test_examples.py",
+    ],
+    "operators warn there already, where they are not deterministic": [
+        "tests/laws/test_law_12_numerics_switches.py::"
+        "test_recomputed_operators_see_the_forwards_switches[warn_only-",
+    ],
+    "torch calls fused recurrent cells there, which tensors without data do not run": [
+        "tests/tracing/test_in_place.py::test_gates_of_a_recurrent_cell",
+    ],
     "numpy sees memory of the CPU alone": [
         "tests/laws/test_law_06_or_an_error.py::"
         "test_a_tensor_that_cannot_be_followed_is_an_error[numpy_property]",
