@@ -154,9 +154,8 @@ def pullback(function: Flat, pull: Pull, *, create_graph: bool = True) -> Flat:
         cotangents = tensors[len(tensors) - len(pull.outputs) :]
 
         def outputs(*wanted: Tensor) -> tuple[Tensor, ...]:
-            for index, tensor in zip(pull.wanted, wanted, strict=True):
-                operands[index] = tensor
-            return _chosen_outputs(function(operands), pull.outputs)
+            given = _at_this_level(operands, pull.wanted, wanted)
+            return _chosen_outputs(function(given), pull.outputs)
 
         wanted = [operands[index] for index in pull.wanted]
         if levels.interpreter_is_active():
@@ -176,6 +175,24 @@ def pullback(function: Flat, pull: Pull, *, create_graph: bool = True) -> Flat:
         )
 
     return gradients
+
+
+def _at_this_level(
+    operands: Sequence[Tensor], places: Sequence[int], primals: Sequence[Tensor]
+) -> list[Tensor]:
+    """The operands inside of a transform, some of them as it gives them.
+
+    The others are wrapped, too: they may be written to, which torch.func refuses of captured ones.
+    """
+    active = levels.current_interpreter()
+    given = dict(zip(places, primals, strict=True))
+    if active is None:
+        return [given.get(index, each) for index, each in enumerate(operands)]
+    level = active[1].level()
+    return [
+        given[index] if index in given else levels.wrap_at(each, level)
+        for index, each in enumerate(operands)
+    ]
 
 
 def _chosen_outputs(
@@ -211,9 +228,9 @@ def pushforward(
         )
 
         def of(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-            for index, tensor in zip(pushed, primals, strict=True):
-                operands[index] = tensor
-            found = _chosen_outputs(run(operands), None)
+            found = _chosen_outputs(
+                run(_at_this_level(operands, pushed, primals)), None
+            )
             return _chosen_outputs(found, moved), found
 
         primals = tuple(operands[index] for index in pushed)
@@ -241,9 +258,8 @@ def tracked(function: Flat, wanted: Sequence[int]) -> Flat:
 
         def apart(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
             """The outputs, and apart from these the integer ones, which reverse mode refuses."""
-            for index, tensor in zip(wanted, primals, strict=True):
-                operands[index] = tensor
-            found = _chosen_outputs(function(operands), None)
+            given = _at_this_level(operands, wanted, primals)
+            found = _chosen_outputs(function(given), None)
             kinds[:] = [each.is_floating_point() or each.is_complex() for each in found]
             whole = [not is_real for is_real in kinds]
             # One output at least, or torch raises; and one beside it.

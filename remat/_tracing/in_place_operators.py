@@ -64,22 +64,22 @@ def writes_that_do_not_invert(graph: fx.Graph) -> Iterator[fx.Node]:
     """
     for node in graph.nodes:
         for given in written(node) if operators.is_mutable(node.target) else ():
-            known = given.meta["val"]
+            views, known = [*_views_behind(given)], given.meta["val"]
             pairs = zip(known.shape, known.stride(), strict=True)
-            if any(size > 1 and step == 0 for size, step in pairs) or _is_in_windows(
-                given
-            ):
+            is_repeated = any(size > 1 and step == 0 for size, step in pairs)
+            if _aten.unfold.default in views or (views and is_repeated):
                 yield node
 
 
-def _is_in_windows(node: Any) -> bool:
+def _views_behind(node: Any) -> Iterator[Any]:
+    """The view operators between a tensor and the owner of its memory."""
     while isinstance(node, fx.Node) and node.args:
-        if node.target is _aten.unfold.default:
-            return True
-        is_part = operators.returns_view(node.target) or node.target is operator.getitem
-        is_same = is_part or operators.is_mutable(node.target)
-        node = node.args[0] if is_same else None
-    return False
+        op = node.target
+        if operators.returns_view(op):
+            yield op
+        elif op is not operator.getitem and not operators.is_mutable(op):
+            return
+        node = node.args[0]
 
 
 def take_parts_for_views(graph: fx.Graph) -> None:

@@ -62,9 +62,8 @@ class Running:
         self.operands: list[Tensor] = []  # what stands for the arguments
         #: By their ids, the tensors that belong to a tracker and not to the graph.
         self.aside: dict[int, Tensor] = {}
-        self.reshapes = (
-            ""  # where a view that has a gradient was reshaped in place first
-        )
+        #: Where a view that has a gradient was reshaped in place first.
+        self.reshapes = ""
         #: Whether a user's `autograd.Function` has run, in a region inside or outside of one.
         self.is_custom = False
         self.inner: dict[Hashable, Any] = {}  # what is known of regions inside

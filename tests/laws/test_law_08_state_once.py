@@ -288,3 +288,41 @@ def test_a_view_of_what_was_written_has_the_new_numbers(
         return [*returned[0], *returned[1]]
 
     assert_bitwise(twice(remat(fun, engine=engine)), twice(fun))
+
+
+def _hessian_vector(loss: Any, p: Any) -> Any:
+    return torch.func.jvp(torch.func.grad(loss), (p,), (p,))[1]
+
+
+@pytest.mark.contract
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda loss, p: torch.func.grad(loss)(p),
+        _hessian_vector,
+        lambda loss, p: torch.func.hessian(loss)(p),
+        lambda loss, p: torch.func.jacrev(torch.func.jacrev(loss))(p),
+    ],
+    ids=["grad", "jvp(grad)", "hessian", "jacrev(jacrev)"],
+)
+def test_buffers_made_inside_of_a_transform_are_written_to(
+    derive: Callable[[Any, Any], Any],
+) -> None:
+    """As torch.func asks for a model with batch normalization: each loss has its own."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    x = seeded(5, 3)
+    parameters = {name: each.detach() for name, each in model.named_parameters()}
+
+    def loss_of(fun: Any) -> Any:
+        def loss(p: Any) -> Tensor:
+            buffers = {name: each.clone() for name, each in model.named_buffers()}
+            y = torch.func.functional_call(fun, {**p, **buffers}, (x,))
+            return y.sin().sum() + buffers["1.running_mean"].sum()
+
+        return loss
+
+    found, expected = (
+        derive(loss_of(fun), parameters) for fun in (remat(model), model)
+    )
+    assert_close(found, expected)
