@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import policies, remat
-from tests.support import assert_bitwise, assert_close, in_turn, seeded, tensors_in
+from tests.support import (
+    assert_bitwise,
+    assert_close,
+    in_turn,
+    seeded,
+    swept,
+    tensors_in,
+)
 
 Model = nn.Module
 Wrap = Callable[..., Any]
@@ -301,8 +308,12 @@ def _hessian_vector(loss: Any, p: Any) -> Any:
     [
         lambda loss, p: torch.func.grad(loss)(p),
         _hessian_vector,
-        lambda loss, p: torch.func.hessian(loss)(p),
-        lambda loss, p: torch.func.jacrev(torch.func.jacrev(loss))(p),
+        *swept(
+            [
+                lambda loss, p: torch.func.hessian(loss)(p),
+                lambda loss, p: torch.func.jacrev(torch.func.jacrev(loss))(p),
+            ]
+        ),
     ],
     ids=["grad", "jvp(grad)", "hessian", "jacrev(jacrev)"],
 )
