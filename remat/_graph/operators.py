@@ -19,14 +19,14 @@ TRANSPARENT = frozenset(
     {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 )
 
-# Share storage although their schema says otherwise.
+#: Their parts share storage although their schema says otherwise, and what says so.
+DECLARED_SPLIT: dict[Any, Any] = {
+    _aten.unsafe_split.Tensor: _aten.split.Tensor,
+    _aten.unsafe_split_with_sizes.default: _aten.split_with_sizes.default,
+}
+# So do what these return, and the parts above.
 _HIDDEN_VIEWS = frozenset(
-    {
-        _aten._unsafe_view.default,
-        _aten._reshape_alias.default,
-        _aten.unsafe_split.Tensor,
-        _aten.unsafe_split_with_sizes.default,
-    }
+    {_aten._unsafe_view.default, _aten._reshape_alias.default, *DECLARED_SPLIT}
 )
 
 # The arguments that say whether a random operator draws at all, and the value of each at

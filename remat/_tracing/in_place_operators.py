@@ -23,10 +23,6 @@ from remat._torch import schemas, sizes, tracer
 from remat._torch.schemas import told_apart_by
 
 _aten = torch.ops.aten
-_WITH_VIEWS: dict[Any, Any] = {
-    _aten.unsafe_split.Tensor: _aten.split.Tensor,
-    _aten.unsafe_split_with_sizes.default: _aten.split_with_sizes.default,
-}
 
 
 def has_mutations(graph: fx.Graph) -> bool:
@@ -88,7 +84,7 @@ def take_parts_for_views(graph: fx.Graph) -> None:
     Their schemas say that the parts are new, so that autograd lets them be written to.
     """
     for node in graph.nodes:
-        node.target = _WITH_VIEWS.get(node.target, node.target)
+        node.target = operators.DECLARED_SPLIT.get(node.target, node.target)
 
 
 def rename_fresh(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -22,8 +22,24 @@ ON_ANY: Reasons = {
         "tests/random/test_memory.py",
     ],
     "it measures a CPU, or prints what a CPU computes": [
-        "tests/benchmarks/test_benchmarks.py",
-        "tests/test_examples.py",
+        *(
+            f"tests/benchmarks/test_benchmarks.py::{name}"
+            for name in (
+                "test_jax_takes_its_steps_in_a_process_of_its_own",
+                "test_jax_is_handed_all_that_a_step_reads",
+                "test_a_model_of_transformers_is_measured_beside_its_own_checkpointing",
+                "test_eight_models_of_transformers_are_built",
+            )
+        ),
+        *(
+            f"tests/test_examples.py::test_docstring_examples[remat.{module}]"
+            for module in (
+                *("_switches.blocks", "layers._cross_entropy", "layers._tiled"),
+                *("random._draws", "random._keys", "reporting._named_values"),
+                "storage._stored",
+            )
+        ),
+        "tests/test_examples.py::test_program[hessian]",
     ],
     "operators warn there already, where they are not deterministic": [
         "tests/laws/test_law_12_numerics_switches.py::"

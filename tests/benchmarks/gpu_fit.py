@@ -7,7 +7,6 @@ included, and the time of a step. Nothing fails: what kernels hold inside and wh
 rounds up is not predicted. It needs an accelerator.
 """
 
-import contextlib
 import importlib
 import statistics
 import time
@@ -207,6 +206,5 @@ def main(threads: int, cases: Sequence[Callable[[], Case]] = CASES) -> int:
     for make in cases:
         for line in rows_of(make, device):
             print(line, flush=True)
-        with contextlib.suppress(AttributeError):
-            module.empty_cache()
+        torch.accelerator.empty_cache()
     return 0

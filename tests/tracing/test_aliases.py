@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from remat import remat
-from tests.support import assert_bitwise, grads, run, seeded
+from remat._torch import trees
+from tests.support import assert_bitwise, grads, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
 
@@ -87,16 +88,87 @@ def hooked_argument(x: Tensor, w: Tensor) -> Any:
     return x.view(-1), x @ w
 
 
-@pytest.mark.parametrize(
-    "fun", [with_loss, beside_its_base, view_of_it, hooked_view, hooked_argument]
-)
-def test_what_shares_memory_may_have_a_derivative_of_its_own(
-    fun: Callable[..., Any],
-) -> None:
-    """It is no view of the argument, or of the other output, to autograd."""
-    args = seeded(4, 5), seeded(5, 5, seed=1)
+def written_when_detached(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """The alias gets a gradient of its own by what is written to it."""
+    base = x * 2
+    alias = base.detach()
+    alias.mul_(w)
+    return base, alias
 
-    assert_bitwise(run(remat(fun), args), run(fun, args))
+
+def part_written_when_detached(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    base = x * 2
+    alias = base.detach()
+    alias[:1].copy_(w[:1])
+    return alias, base
+
+
+def reversed_first(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    base = x.sin() * w
+    return Reversed.apply(base), base
+
+
+def reversed_argument(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return x, Reversed.apply(x), w * 1
+
+
+def views(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    base = x.sin() * w
+    return base, base[:1], base.view(-1)
+
+
+def views_before_a_write(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    base = x * w
+    view = base[:1]
+    base.mul_(w)
+    return base, view
+
+
+def conjugated(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    value = torch.complex(x, w)
+    return value, value.conj(), value.imag
+
+
+def conjugated_before(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Its cotangent is conjugated lazily."""
+    value = torch.complex(x, w)
+    return value.mH, value
+
+
+OWN = [with_loss, beside_its_base, view_of_it, hooked_view, hooked_argument]
+OTHERS = [
+    written_when_detached,
+    part_written_when_detached,
+    reversed_first,
+    reversed_argument,
+    views,
+    views_before_a_write,
+    conjugated,
+    conjugated_before,
+]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("fun", [*OWN, *OTHERS])
+def test_what_shares_memory_may_have_a_derivative_of_its_own(
+    fun: Callable[..., Any], engine: Any
+) -> None:
+    """It is no view of the argument, or of the other output, to autograd: each output alone."""
+
+    def numbers(f: Callable[..., Any]) -> list[Any]:
+        given = [seeded(4, 4, seed=seed).requires_grad_() for seed in range(2)]
+        outputs = trees.tensor_leaves(f(*given))
+        how: dict[str, Any] = {"allow_unused": True, "retain_graph": True}
+        return [
+            [y.detach(), *torch.autograd.grad(y.abs().sum(), given, **how)]
+            for y in outputs
+        ]
+
+    for found, expected in zip(
+        numbers(remat(fun, engine=engine)), numbers(fun), strict=True
+    ):
+        assert_bitwise(found, expected)
 
 
 def test_a_loss_on_an_argument_without_a_gradient() -> None:
