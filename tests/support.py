@@ -4,10 +4,18 @@ Nothing here imports `remat`: these are the oracles, and they must be right with
 The functions that the laws are tried on stand in `tests/functions.py`.
 """
 
+import contextlib
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
 import pytest
@@ -432,6 +440,18 @@ def name_of_generator() -> str:
     """What messages call it."""
     home = torch.get_default_device()
     return f"the default generator{'' if home.type == 'cpu' else f' of {home}'}"
+
+
+@contextlib.contextmanager
+def deterministic(enabled: bool = True, *, warn_only: bool = False) -> Iterator[None]:
+    """Deterministic algorithms, for a while."""
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
 
 
 class FakeDevice:

@@ -173,7 +173,8 @@ def _index_put(
 # Obsolete when views do not mind how examples lie in memory, when torch's rules are right for
 # index_fill where the values are mapped and the tensor is not, and for the derivative of
 # select_scatter, and when there are some for copy and as_strided_scatter, which replace a
-# write to a strided view, and for index_put by a mask.
+# write to a strided view, for index_put by a mask, and for the backward of a fused norm, which
+# it would run example by example.
 _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
@@ -182,6 +183,7 @@ _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.copy.default: _copy,
     _aten.select_scatter.default: _select_scatter,
     _aten.as_strided_scatter.default: _as_strided_scatter,
+    schemas.FUSED_NORM_BACKWARD: schemas.DECOMPOSED[schemas.FUSED_NORM_BACKWARD],
 }
 
 

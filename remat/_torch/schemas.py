@@ -23,6 +23,15 @@ schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 # Whether an operator has a kernel of its own for a dispatch key, both by their names.
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 _STRUCTURED = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.Meta)
+FUSED_NORM_BACKWARD: OpOverload = torch.ops.aten._fused_rms_norm_backward.default
+# Backwards without a derivative, and what they compute.
+DECOMPOSED: dict[Any, Callable[..., Any]] = {
+    op: decomposition_table[op]
+    for op in (
+        torch.ops.aten.native_group_norm_backward.default,
+        FUSED_NORM_BACKWARD,
+    )
+}
 
 
 def bindings(op: Any) -> Iterator[Callable[..., Any]]:
@@ -77,9 +86,11 @@ def made_of_others(op: Any) -> Callable[..., Any] | None:
     Such as the backward of silu: torch takes another formula for a gradient that is to be
     differentiated. Obsolete when torch gives `_decomp` a public name.
     """
-    if op is torch.ops.aten.native_group_norm_backward.default:
-        return decomposition_table[op]  # pyright: ignore[reportUnknownVariableType]
-    is_made = isinstance(op, OpOverload) and is_composite(op)
+    if op in DECOMPOSED:
+        return DECOMPOSED[op]
+    # A graph has this one only where the device has a kernel, whose derivative torch knows.
+    has_formula = op is torch.ops.aten._fused_rms_norm.default
+    is_made = isinstance(op, OpOverload) and is_composite(op) and not has_formula
     return op.decompose if is_made else None
 
 

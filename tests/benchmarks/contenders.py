@@ -104,7 +104,10 @@ def _compiled(name: str, keeps: str, budget: float) -> Contender:
         # Dynamo keeps what it compiled with the code, of which each budget needs its own.
         function: Any = unit
         copy = types.FunctionType(
-            function.__code__.replace(), function.__globals__, function.__name__
+            function.__code__.replace(),
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
         )
         return torch.compile(copy)
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat import chain, checkpoint_name, policies, remat, scan, schedules
 from remat._torch import modes
-from tests.support import assert_bitwise, pairwise, seeded
+from tests.support import assert_bitwise, deterministic, pairwise, seeded
 
 HERE = torch.get_default_device().type
 bfloat16 = torch.autocast(HERE, dtype=torch.bfloat16)
@@ -87,18 +87,6 @@ def matmul_precision(value: str) -> contextlib.AbstractContextManager[None]:
     return switched(
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, value
     )
-
-
-@contextlib.contextmanager
-def deterministic(*, warn_only: bool = False) -> Iterator[None]:
-    """Deterministic algorithms, for a while."""
-    before = torch.are_deterministic_algorithms_enabled()
-    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=only_warned)
 
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]

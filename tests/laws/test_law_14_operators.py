@@ -4,16 +4,17 @@ Where everything is saved. A kind is counted with its form in place.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import jacfwd, jvp
+from torch.func import grad, jacfwd, jvp, vmap
 
 from remat import policies, remat
+from remat._torch import schemas
 from tests.laws.derivatives import TORCH
 from tests.laws.nests import NESTS
 from tests.support import ALIASING, assert_close, count_operators, seeded, swept
@@ -135,6 +136,7 @@ OTHER_FORMULA = {
     "mish": "mish_backward softplus softplus_backward sigmoid_backward tanh_backward neg add "
     "lt _to_copy",
     "group_norm": "native_group_norm_backward addcmul neg add _to_copy",
+    "rms_norm": "_fused_rms_norm_backward div neg _to_copy",
     # How a diagonal is written without a write in place.
     "jacfwd": "diagonal_scatter",
 }
@@ -185,15 +187,8 @@ CASES = [(name, nest) for name in FUNCTIONS for nest in NESTED]
 DAILY = [case for case in CASES if case[1] == "grad(grad)" or case[0] == "gated"]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*DAILY, *swept(case for case in CASES if case not in DAILY)],
-    ids=" ".join,
-)
-def test_no_more_of_a_kind_than_plain_torch(case: tuple[str, str]) -> None:
-    """And the numbers are those of plain torch."""
-    name, nest = case
-    function = FUNCTIONS[name]
+def assert_no_more(name: str, nest: str, function: Callable[..., Any]) -> None:
+    """Of a kind than plain torch, whose numbers they are."""
     region = remat(function, policy=policies.everything_saveable)
 
     def plain() -> Any:
@@ -206,3 +201,62 @@ def test_no_more_of_a_kind_than_plain_torch(case: tuple[str, str]) -> None:
     found, most = of_kinds(run), of_kinds(plain)
     more = {kind: (n, most[kind]) for kind, n in found.items() if n > most[kind]}
     assert more.keys() <= ALIASING | excused(name, nest), more
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*DAILY, *swept(case for case in CASES if case not in DAILY)],
+    ids=" ".join,
+)
+def test_no_more_of_a_kind_than_plain_torch(case: tuple[str, str]) -> None:
+    """And the numbers are those of plain torch."""
+    assert_no_more(*case, FUNCTIONS[case[0]])
+
+
+def scaled(p: Weights, x: Tensor) -> Tensor:
+    """Of code of its own: traces go by it."""
+    return F.rms_norm(x @ p[0], (WIDTH,), p[2]).sin()
+
+
+def normed(
+    x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """An RMS norm with its factors, of tensors below autograd."""
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    factors = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return x * factors * (1 if weight is None else weight), factors
+
+
+@pytest.fixture
+def fused_norm() -> Generator[None]:
+    """Makes an RMS norm and its backward one operator each, as they are on a GPU."""
+    norm, backward = "_fused_rms_norm", schemas.FUSED_NORM_BACKWARD
+    here = torch.get_default_device().type
+    if schemas.has_kernel_on(here, f"aten::{norm}"):
+        yield
+        return
+    key = {"cpu": "CPU"}.get(here, "PrivateUse1")
+    api: Any = torch.library
+    with api._scoped_library("aten", "IMPL") as kernels:
+        kernels.impl(norm, normed, key)
+        kernels.impl(backward, schemas.DECOMPOSED[backward], key)
+        yield
+
+
+@pytest.mark.parametrize("nest", NESTED)
+def test_no_more_where_a_norm_is_one_operator(nest: str, fused_norm: None) -> None:
+    """Its backward has no derivative: that of what it is made of is taken."""
+    del fused_norm
+    assert_no_more("rms_norm", nest, scaled)
+
+
+def test_examples_are_normed_at_once(fused_norm: None) -> None:
+    """Torch's vmap runs the backward of a fused norm example by example."""
+    del fused_norm
+    region = remat(scaled)
+    examples = torch.stack([X, X + 1, X - 1])
+
+    def gradients() -> Any:
+        return vmap(grad(lambda p, x: region(p, x).sum()), (None, 0))(P, examples)
+
+    assert not of_kinds(gradients)["aten._fused_rms_norm_backward"]

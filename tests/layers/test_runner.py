@@ -16,7 +16,7 @@ from remat import chain, remat, scan
 from remat._regions.traced import TracedRegion
 from remat.layers import _chain, _executor
 from remat.schedules import AbstractSchedule, Every, Revolve, Sqrt
-from tests.support import seeded
+from tests.support import deterministic, seeded
 
 pytestmark = pytest.mark.contract
 
@@ -78,11 +78,8 @@ def test_a_backward_under_other_switches_asks_anew(asked: list[Any]) -> None:
 
     for is_deterministic in (False, True):
         total = scan(own, h, length=LENGTH, schedule=Sqrt())[0].sum()
-        torch.use_deterministic_algorithms(is_deterministic)
-        try:
+        with deterministic(is_deterministic):
             torch.autograd.grad(total, w)
-        finally:
-            torch.use_deterministic_algorithms(False)
 
     assert len({each.numerics for each in asked}) == 2
 

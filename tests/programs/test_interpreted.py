@@ -14,7 +14,7 @@ from remat._programs.interpreted import interpreted_function, overhead_dominates
 from remat._torch import modes, tensors
 from tests.functions import FUNCTIONS
 from tests.inspection import inputs_of, programs
-from tests.support import Heard, LiveBytes
+from tests.support import Heard, LiveBytes, deterministic
 
 pytestmark = [
     pytest.mark.contract,
@@ -306,13 +306,10 @@ def test_deterministic_algorithms(is_first):
     if not is_first:
         gradients(region, rand(4, 6), weight)
 
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         expected = gradients(rows, rand(4, 6), weight)
         found = gradients(region, rand(4, 6), weight)
         assert torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
 
     assert all(map(tensors.same_bits, found, expected))
 
