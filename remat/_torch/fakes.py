@@ -200,7 +200,9 @@ class _FakeMode(FakeTensorMode):
                 return torch.empty_like(found, memory_format=torch.contiguous_format)
             given = tensor_leaves(args)
             like = functools.reduce(torch.add, [given[place] for place in summed])
-            return torch.empty_like(like, dtype=found.dtype)
+            # Another size is one that the kernel resizes to, where vmap maps a part alone.
+            is_resized = like.shape != found.shape
+            return found if is_resized else torch.empty_like(like, dtype=found.dtype)
 
 
 def fake_mode(home: torch.device, shape_env: Any = None) -> FakeTensorMode:

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import grad, jvp, vmap
 
 from remat import remat
 from remat._torch import fakes
-from tests.support import assert_bitwise, seeded
+from tests.support import assert_bitwise, assert_close, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
 
@@ -74,6 +75,23 @@ def test_a_gradient_laid_out_like_another_tensor_is_viewed(
         torch.autograd.grad(each(x), x, cotangent) for each in (remat(fun), fun)
     )
     assert_bitwise(found, right)
+
+
+@pytest.mark.contract
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("examples", [1, 2])
+@pytest.mark.parametrize("activation", [F.softplus, F.elu, F.logsigmoid, F.leaky_relu])
+def test_a_cotangent_that_all_examples_share(
+    activation: Callable[[Tensor], Tensor], examples: int
+) -> None:
+    """The kernel gives its output the size of the cotangent first, and then the examples'."""
+
+    def curved(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        slope = grad(lambda x: f(x).sum())
+        return vmap(lambda x: jvp(slope, (x,), (x.cos(),))[1])
+
+    x = seeded(examples, 3)
+    assert_close(curved(remat(activation))(x), curved(activation)(x))
 
 
 def _group_norm(x: Tensor) -> Tensor:
