@@ -97,27 +97,33 @@ def _stream_around(value: Value) -> str | None:
 
 
 def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs a draw in the outer trace, in place where the user's was.
-
-    Under `vmap(randomness="same")` always: for that vmap has a rule, and of its first
-    argument such a draw reads only the shape.
-    """
+    """Runs a draw in the outer trace, in place where the user's was."""
     assert value.op is not None
-    active = levels.current_interpreter()
-    is_alike = (
-        active is not None and active[0] == "vmap" and active[1].randomness() == "same"
-    )
     in_place = operators.IN_PLACE_OF.get(value.op)
-    if in_place is None or not (value.in_place or is_alike):
+    if in_place is None or not _is_in_place(value, args[0]):
         return value.op(*args, **kwargs)
     return in_place(torch.empty_like(args[0]), *args[1:], **kwargs)
+
+
+def _is_in_place(value: Value, like: Tensor) -> bool:
+    """Always under `vmap(randomness="same")`: for that vmap has a rule, and of `like` reads the shape.
+
+    Never where examples that draw apart share `like`.
+    """
+    active = levels.current_interpreter()
+    if active is None or active[0] != "vmap":
+        return value.in_place
+    if active[1].randomness() == "same":
+        return True
+    _, (dim,) = levels.unwrap_batched([like], active[1].level())
+    return value.in_place and dim is not None
 
 
 _aten = torch.ops.aten
 
 
 def _index_fill(tensor: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
-    """For vmap in a trace, index_fill by a mask: torch's rule writes one example's over others."""
+    """index_fill by a mask. In torch's rule for vmap one example writes over others."""
     if not tensor.dim():
         return value.clone()
     mask = torch.zeros(tensor.shape[dim], dtype=torch.bool, device=tensor.device)
@@ -185,6 +191,11 @@ _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.as_strided_scatter.default: _as_strided_scatter,
     schemas.FUSED_NORM_BACKWARD: schemas.DECOMPOSED[schemas.FUSED_NORM_BACKWARD],
 }
+# Of index_fill torch's derivative by the value asks which indices there are. The backward of
+# trace is one. Obsolete when it does not.
+_DERIVABLE: dict[Callable[..., Any], Callable[..., Any]] = {
+    _aten.index_fill.int_Tensor: _index_fill,
+}
 
 
 def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -196,7 +207,7 @@ def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
         levels.requires_grad_anywhere(each) for each in args if isinstance(each, Tensor)
     )
     is_followed = is_recorded or dual_level_is_active()
-    parts = schemas.made_of_others(op) if is_followed else None
+    parts = _DERIVABLE.get(op) or schemas.made_of_others(op) if is_followed else None
     if parts is None:
         return run(*args, **kwargs)
     made: Any = parts(*args, **kwargs)

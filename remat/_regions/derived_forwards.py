@@ -23,7 +23,7 @@ from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._programs.verification import verification
 from remat._regions.forwards import Forward
-from remat._regions.functions import Batch, Function, mapped_first
+from remat._regions.functions import Batch, Function
 from remat._regions.protocol import Asked
 from remat._torch import isolation, levels
 from remat._torch.levels import dual_level_is_active
@@ -102,10 +102,11 @@ def mapped_forward(
         over = levels.restore_vmap(lambda *each: tuple(forward.program(each)), *how)
         found, found_dims = over(*tensors)
         outputs = [
-            mapped_first(tensor, dim, batch.size)
+            tensor if dim is None else tensor.movedim(dim, 0)
             for tensor, dim in zip(found[:count], found_dims, strict=False)
         ]
-        dims[:] = [0] * count + list(found_dims[count:])
+        first = [None if dim is None else 0 for dim in found_dims[:count]]
+        dims[:] = [*first, *found_dims[count:]]
         return [*outputs, *found[count:]]
 
     graph = record(run, batch.metas)

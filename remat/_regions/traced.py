@@ -428,7 +428,10 @@ class TracedRegion:
         forward = self.forward(roots, save)
         skip = forward.num_leading
         given, dims = mapped_forward(forward, batch)
-        function = self._mapped(self.chosen, batch, skip, are_apart=True)
+        unmapped = frozenset(k for k in range(forward.shape[0]) if dims[k] is None)
+        function = self._mapped(
+            self.chosen, batch, skip, are_apart=True, unmapped=unmapped
+        )
         return Batched(self._derive(function, batch.metas[skip:], given), dims)
 
     def _batched_below(self, roots: Roots, batch: Batch) -> Batched:

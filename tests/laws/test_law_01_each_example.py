@@ -35,6 +35,20 @@ def test_attention_heads_by_transposition_per_example() -> None:
     assert_close(per_example(remat(attend)), per_example(attend))
 
 
+def pulled_twice(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The gradient of a pullback's result."""
+    return torch.func.grad(lambda x: torch.func.vjp(f, x)[1](x.sum())[0].sin().sum())
+
+
+def curvature(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Along the tensor itself, of each of three examples."""
+
+    def one(x: Tensor) -> Tensor:
+        return torch.func.jvp(torch.func.grad(f), (x,), (x,))[1]
+
+    return lambda x: torch.func.vmap(one)(torch.stack([x, -x, x.mT]))
+
+
 @pytest.mark.contract
 def test_the_trace_of_each_example() -> None:
     """A value for each example is filled in beside the values of the others."""
@@ -44,6 +58,56 @@ def test_the_trace_of_each_example() -> None:
         return torch.func.vmap(torch.func.grad(lambda x: fun(x).sin()))(x)
 
     assert_close(per_example(remat(torch.trace)), per_example(torch.trace))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("second", [pulled_twice, torch.func.hessian, curvature])
+def test_second_derivatives_of_a_trace(second: Any) -> None:
+    """Its backward fills a diagonal, whose derivative asks in torch which places there are."""
+
+    def of_square(fun: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: fun(x @ x).sin()
+
+    x = seeded(3, 3)
+    assert_close(
+        second(of_square(remat(torch.trace)))(x), second(of_square(torch.trace))(x)
+    )
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("argnums", [0, 1])
+def test_what_no_example_reaches_is_not_mapped(argnums: int) -> None:
+    """So that `out_dims=None` takes a result, or a gradient, that all examples share."""
+
+    def both(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin().sum() * w.sum(), w.square().sin()
+
+    def run(fun: Callable[..., Any]) -> Any:
+        def loss(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            of_both, of_one = fun(x, w)
+            return (of_both if argnums == 0 else of_one.sum()), of_one
+
+        one = torch.func.grad(loss, argnums, has_aux=True)
+        dims = (0 if argnums == 0 else None, None)
+        return torch.func.vmap(one, (0, None), dims)(seeded(4, 3), seeded(3, seed=1))
+
+    assert_close(run(remat(both)), run(both))
+
+
+@pytest.mark.contract
+def test_each_example_drops_parts_of_what_they_share() -> None:
+    """Drawn in place there, into a tensor that vmap does not map."""
+
+    def run(fun: Callable[..., Any]) -> Tensor:
+        torch.manual_seed(0)
+        one = torch.func.grad(lambda x, z: (fun(x).square() * z).sum())
+        each = torch.func.vmap(one, (None, 0), randomness="different")
+        return each(seeded(8), seeded(3, seed=1))
+
+    def dropped(x: Tensor) -> Tensor:
+        return F.dropout(x.sin(), 0.5)
+
+    assert_close(run(remat(dropped, rng="preserve")), run(dropped))
 
 
 @pytest.mark.contract
