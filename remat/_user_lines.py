@@ -1,11 +1,14 @@
 """Lines of the user's code: behind a value, a warning, or an error."""
 
 import contextlib
+import copy
 import inspect
 import re
+import threading
 import traceback
 import warnings
 from collections.abc import Hashable
+from concurrent import futures
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
@@ -17,7 +20,10 @@ from remat._errors import RematWarning, explain
 
 _TORCHS_MODULES = torch.__path__[0] + "/nn/"
 _OWN_FILES = __file__.rpartition("/")[0] + "/"
-_LIBRARIES = (torch.__path__[0], _OWN_FILES, contextlib.__file__, "<")
+_LIBRARIES = (
+    *(torch.__path__[0], _OWN_FILES, futures.__path__[0], "<"),
+    *(contextlib.__file__, copy.__file__, threading.__file__),
+)
 # What is typed at a prompt or written in a docstring; other such names are of generated code.
 _TYPED = ("<stdin>", "<python-input-", "<ipython-input-", "<doctest ")
 
@@ -119,6 +125,14 @@ def line_of(error: Exception) -> str:
     users = [frame for frame in frames if not _hides_its_lines(frame[0])]
     found = users or [frame for frame in frames if frame[0].startswith(_TORCHS_MODULES)]
     return _shown_line(*found[-1]) if found else ""
+
+
+def line_that_goes_on(error: Exception) -> str:
+    """Where the function is, or was at its end, that caught an error; "" if that is lost."""
+    trace = error.__traceback__
+    if trace is None or _hides_its_lines(trace.tb_frame.f_code.co_filename):
+        return ""
+    return _shown_line(trace.tb_frame.f_code.co_filename, trace.tb_frame.f_lineno)
 
 
 def came_through(error: Exception, path: str | tuple[str, ...]) -> bool:

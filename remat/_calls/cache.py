@@ -29,7 +29,7 @@ from remat._errors import RematError, TraceError, explain
 from remat._graph.meta import without_symbols
 from remat._regions.forwards import Calls
 from remat._switches.numerics import Numerics
-from remat._torch import levels, tracer
+from remat._torch import fakes, levels, tracer
 from remat._tracing.open_sizes import CANNOT_OPEN
 from remat._tracing.refusals import raises_in_its_trace
 from remat._tracing.thread import known_inside
@@ -84,6 +84,8 @@ class Cache:
         """The trace of a call and its captured tensors."""
         found = self._holding(site)
         if found is None:
+            # The thread of their trace may wait for this one.
+            fakes.require_own_threads(site.tensors)
             with tracer.one_trace_at_a_time():
                 # Another thread may have traced it meanwhile.
                 found = self._holding(site)

@@ -7,8 +7,9 @@ of its own.
 # pyright: reportPrivateUsage=false
 import contextlib
 import functools
+import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
@@ -88,6 +89,16 @@ def is_fake_of(tensor: Tensor, mode: object) -> bool:
     return isinstance(innermost, FakeTensor) and innermost.fake_mode is mode
 
 
+def require_own_threads(tensors: Iterable[Tensor]) -> None:
+    """Refuses tensors without data of a trace that another thread makes."""
+    for each in tensors:
+        innermost = local_part(unwrapped(each))
+        if isinstance(innermost, FakeTensor):
+            mode = innermost.fake_mode
+            if isinstance(mode, _FakeMode):
+                mode.require_own_thread()
+
+
 def hides_its_number(tensor: Tensor) -> bool:
     """Whether a tensor without data, of a trace, has no number that Python could read.
 
@@ -130,6 +141,9 @@ class _FakeMode(FakeTensorMode):
         self._home = home
         #: Where to note the tensors that operators make, if anywhere.
         self.made: list[weakref.ref[Tensor]] | None = None
+        #: Gives what refuses an operator on another thread, which no trace follows, if anything.
+        self.refuse_elsewhere: Callable[[], Callable[[], None] | None] = lambda: None
+        self._thread = threading.get_ident()
         self._in_python = (
             contextlib.nullcontext if shape_env is None else enable_python_dispatcher
         )
@@ -137,6 +151,7 @@ class _FakeMode(FakeTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        self.require_own_thread()
         kwargs = kwargs or {}
         if takes_functions(func):
             return self._call_taking_functions(func, args, kwargs)
@@ -151,6 +166,13 @@ class _FakeMode(FakeTensorMode):
         if self.made is not None:
             self.made.extend(map(weakref.ref, tensor_leaves(found)))
         return found
+
+    def require_own_thread(self) -> None:
+        """Refuses to go on, on another thread than the one that traces."""
+        if threading.get_ident() != self._thread:
+            refuse = self.refuse_elsewhere()
+            if refuse is not None:
+                refuse()
 
     def _call_taking_functions(self, op: Any, args: Any, kwargs: Any) -> Any:
         """An operator that takes functions; torch's cache of results would hold these."""

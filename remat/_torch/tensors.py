@@ -38,7 +38,18 @@ RESHAPES: dict[Any, str] = {
     Tensor.resize_as_: "reshape",
 }
 # What tells where a tensor's memory is.
-ASK_FOR_MEMORY = (Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage)
+ASK_FOR_MEMORY = (Tensor.data_ptr, Tensor.untyped_storage)
+# What reads it past all operators or hands it out: pickles, shared memory, DLPack, Python's numbers.
+READ_MEMORY = (
+    Tensor.storage,
+    Tensor._typed_storage,
+    Tensor.__reduce_ex__,
+    Tensor.share_memory_,
+    Tensor.__dlpack__,
+    Tensor.apply_,
+    Tensor.map_,
+    Tensor.map2_,
+)
 #: What asks how a tensor came to be, by the name of each: what stands for it is another one.
 ASK_FOR_HISTORY: dict[Any, str] = {
     cast("Any", Tensor.is_leaf).__get__: "is_leaf",

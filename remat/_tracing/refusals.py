@@ -21,6 +21,7 @@ from remat._torch.tensors import (
     ASK_FOR_HISTORY,
     ASK_FOR_MEMORY,
     GET_GRAD,
+    READ_MEMORY,
     RESHAPES,
     SET_FOR_AUTOGRAD,
 )
@@ -191,6 +192,13 @@ def require_tellable(
             what="changes the shape of a tensor from outside.",
             why=_NO_SHAPE,
             do=f"Write x = x.{pure}(...) instead.",
+        )
+    if func in READ_MEMORY:
+        raise untraceable(
+            where=f"`.{func.__name__}()` of {TensorMeta.of(args[0])} at {user_line()}",
+            what="reads or hands out a tensor's memory.",
+            why="A trace runs on tensors that have none.",
+            do=f"Do it outside, or use {_RERUN}.",
         )
     history = ASK_FOR_HISTORY.get(func)
     is_asked = func == GET_GRAD or func in ASK_FOR_MEMORY or history
@@ -372,11 +380,37 @@ def gains_gradient(where: str) -> MutationError:
     )
 
 
-def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
-    """What an error of torch's, raised in a trace, says of the user's function, if anything."""
+def caught(error: RematError, goes_on: str) -> RematError:
+    """The error for a function that catches this one, and is next at that line, if known."""
+    how = "goes on after this error"
+    if goes_on:
+        how = f"catches this error, and goes on at {goes_on}"
+    return type(error)(
+        f"{error} The function {how}; on numbers it would go another way."
+    )
+
+
+def on_another_thread() -> TraceError:
+    """The error for a function that computes on another thread than its trace's."""
+    return untraceable(
+        where=user_line() or "the function",
+        what="the function computes on another thread.",
+        why="A trace follows the thread that calls the region, and no other.",
+        do=f"Compute on that thread, or use {_RERUN}.",
+    )
+
+
+def of_the_users(
+    error: Exception, *, is_backward: bool, where: str = ""
+) -> RematError | None:
+    """What an error of torch's, raised in a trace, says of the user's function, if anything.
+
+    `where` is the line that raised, for an error that has lost its own.
+    """
     text = str(error)
+    where = line_of(error) or where
     if "Variable that requires grad is being used in an in-place" in text:
-        return mutates(line_of(error))
+        return mutates(where)
     if is_backward and "through the graph a second time" in text:
         return _untraceable_function(
             error,
@@ -392,6 +426,7 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
             "A trace runs on tensors that have none. So do nn.LSTM, nn.GRU and nn.RNN on an "
             "accelerator, whose kernels look whether all weights lie in one piece.",
             f"Use {_RERUN}.",
+            where,
         )
     if came_through(error, _TORCHS_CHECKPOINT):
         return _untraceable_function(
@@ -407,13 +442,13 @@ def of_the_users(error: Exception, *, is_backward: bool) -> RematError | None:
     if is_backward and fakes.lacking(error) == "tensor outside":
         return refusal(
             CapturedTensorError,
-            where=line_of(error) or "the function",
+            where=where or "the function",
             what="the backward of an autograd.Function uses a tensor that its "
             "forward did not save.",
             why="It would be stale, or lose its gradient, at the next call.",
             do="Pass it to the forward, and save it with ctx.save_for_backward.",
         )
-    return of_a_step(error, line_of(error))
+    return of_a_step(error, where)
 
 
 #: What torch raises where a transform inside of a function is differentiated once more than it can.

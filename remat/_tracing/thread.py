@@ -40,6 +40,7 @@ from remat._torch.tensors import (
     overrides_functions,
 )
 from remat._tracing import importing, naming, refusals, taken_functions
+from remat._tracing.caught import Raised
 from remat._tracing.indexing import LookUps
 from remat._user_lines import user_line
 from remat.policies._by_op import function_name
@@ -75,8 +76,9 @@ class Running:
         #: An error of ours that torch may have replaced by one of its own.
         self.refused: RematError | None = None
         self.default_dtype = torch.get_default_dtype()
-        #: What torch functions of the user have raised, caught by the user's code or not.
-        self.raised: list[Exception] = []
+        self.raised = Raised()  # caught by the user's code or not
+        # A node of autograd that outlives the trace may hold the mode.
+        mode.refuse_elsewhere = weakref.WeakMethod(self.raised.refuse_elsewhere)
 
     def is_operand(self, tensor: Tensor) -> bool:
         """Whether a tensor is an argument's stand-in, or one from outside."""
@@ -306,10 +308,11 @@ class UserCalls(TorchFunctionMode):
             if not running.within:
                 return func(*args, **kwargs)  # torch's internals are not recorded
             return self._call_lifted(func, *trees.map_tensors(lift, (args, kwargs)))
+        running.raised.goes_on()
         try:
             return self._call_recorded(func, args, kwargs)
         except Exception as error:
-            running.raised.append(error)
+            running.raised.note(error)
             raise
 
     def _call_recorded(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -6,7 +6,6 @@ under `FakeTensorMode`, and `torch.autograd.grad` inside it, as AOTAutograd does
 have the exact strides of inputs and cotangents. In-place operators are then replaced.
 """
 
-import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -155,7 +154,7 @@ class _TraceRun:
         running, request = self.running, self.request
         running.operands = operands
         with (
-            _nothing_swallowed(running),
+            running.raised.refused_if_caught(),
             UserCalls(running),
             autograd.lifted_past_modes(lift) as lifting,
         ):
@@ -224,28 +223,6 @@ class _TraceRun:
         how = {"allow_unused": True, "retain_graph": layout is not self.layouts[-1]}
         found = iter(torch.autograd.grad(outputs, wanted, cotangents, **how))
         return [next(found) if each.requires_grad else None for each in operands]
-
-
-@contextlib.contextmanager
-def _nothing_swallowed(running: Running) -> Generator[None]:
-    """Refuses a function that catches what only a trace raises: on numbers it goes another way."""
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, RematError) and error not in running.raised:
-            _require_none_of_ours(running.raised)
-        raise
-    _require_none_of_ours(running.raised)
-    running.raised.clear()
-
-
-def _require_none_of_ours(raised: Sequence[Exception]) -> None:
-    for error in raised:
-        if isinstance(error, RematError):
-            raise error
-        found = refusals.of_the_users(error, is_backward=False)
-        if found is not None:
-            raise found from error
 
 
 def _usual_layouts(outputs: list[Tensor]) -> list[tuple[TensorMeta | None, ...]]:

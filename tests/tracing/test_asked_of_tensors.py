@@ -1,5 +1,8 @@
 """What a function asks of a tensor and no stand-in can tell: refused with its line."""
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +75,38 @@ def test_where_memory_is_cannot_be_told(place: Any) -> None:
     x = seeded(4).requires_grad_()
     with pytest.raises(
         TraceError, match=r"test_asked_of_tensors\.py:\d+: asks where .* is"
+    ):
+        remat(fun)(x)
+    assert_bitwise(remat(fun, engine="rerun")(x), fun(x))
+
+
+HANDED_OUT: list[Callable[[Tensor], Any]] = [
+    lambda x: pickle.dumps(x),
+    lambda x: copy.copy(x),
+    lambda x: torch.save(x * 2, io.BytesIO()),
+    lambda x: x.share_memory_(),
+    lambda x: x.storage(),
+    lambda x: x.__dlpack__(),
+    lambda x: x.clone().apply_(abs),
+    lambda x: x.clone().map_(x, max),
+]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("read", HANDED_OUT)
+def test_memory_that_is_read_past_all_operators_is_refused(read: Any) -> None:
+    """Also where the function catches whatever goes wrong; a run again can read it."""
+
+    def fun(x: Tensor) -> Tensor:
+        try:
+            read(x.detach())
+        except Exception:  # noqa: BLE001
+            return x.tanh()
+        return x.sin()
+
+    x = seeded(4).requires_grad_()
+    with pytest.raises(
+        TraceError, match=r"test_asked_of_tensors\.py:\d+: reads or hands out a tensor"
     ):
         remat(fun)(x)
     assert_bitwise(remat(fun, engine="rerun")(x), fun(x))

@@ -1,7 +1,11 @@
 """A function that catches what only a trace raises, and goes on: on numbers it goes another way."""
 
 import contextlib
+import re
+import threading
+import unittest
 from collections.abc import Callable
+from concurrent import futures
 
 import pytest
 import torch
@@ -62,8 +66,45 @@ def told_otherwise(x: Tensor) -> Tensor:
         raise ValueError("no list") from error
 
 
+def on_a_thread(x: Tensor) -> Tensor:
+    answers: list[bool] = []
+
+    def ask() -> None:
+        try:
+            answers.append(bool(x.sum() > 100))
+        except Exception:  # noqa: BLE001
+            answers.append(True)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return x.sin() if answers[0] else x.cos()
+
+
+def in_a_pool(x: Tensor) -> Tensor:
+    with futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(lambda: bool(x.sum() > 0))
+        return x.sin() if asked.exception() is None else x.tanh()
+
+
+def in_a_region_of_a_thread(x: Tensor) -> Tensor:
+    """Whose trace would wait for this one to end, which waits for the thread."""
+    with futures.ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lambda: remat(torch.sin)(x))
+        return x if found.exception() else found.result()
+
+
+def under_unittest(x: Tensor) -> Tensor:
+    """Takes the lines out of the error."""
+    with unittest.TestCase().assertRaises(RuntimeError):  # noqa: PT027
+        if x.sum() > 0:
+            raise RuntimeError("positive")
+    return x.tanh()
+
+
 FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
-    *(by_value, by_count, by_item, by_array, by_shape, in_a_loop, told_otherwise)
+    *(by_value, by_count, by_item, by_array, by_shape, in_a_loop, told_otherwise),
+    *(on_a_thread, in_a_pool, in_a_region_of_a_thread, under_unittest),
 ]
 
 
@@ -76,8 +117,42 @@ def test_it_is_refused(fun: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(TraceError) as caught:
         remat(fun)(x)
 
-    assert "test_caught_errors.py:" in str(caught.value)
+    assert re.search(r"test_caught_errors\.py:\d+: ", str(caught.value))
+    assert "; on numbers it would go another way." in str(caught.value)
     assert_bitwise(remat(fun, engine="rerun")(x), fun(x))
+
+
+def goes_on(x: Tensor) -> Tensor:
+    try:
+        return x.sin() if x.sum() > 0 else x.cos()
+    except RuntimeError:
+        return x.tanh()
+
+
+def closes_first(x: Tensor) -> float:
+    try:
+        return x.sum().item()
+    finally:
+        x.cos()
+
+
+def goes_on_after_another(x: Tensor) -> Tensor:
+    try:
+        return x * closes_first(x)
+    except RuntimeError:
+        return x.tanh()
+
+
+@pytest.mark.parametrize(("fun", "below"), [(goes_on, 4), (goes_on_after_another, 4)])
+def test_the_error_says_where_the_function_goes_on(
+    fun: Callable[[Tensor], Tensor], below: int
+) -> None:
+    """In what catches, as is seen at the next operator, or at the end."""
+    line = fun.__code__.co_firstlineno + below
+
+    goes_on = rf"catches this error, and goes on at test_caught_errors\.py:{line};"
+    with pytest.raises(TraceError, match=goes_on):
+        remat(fun)(seeded(4).requires_grad_())
 
 
 class Block(nn.Module):
