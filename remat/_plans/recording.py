@@ -24,6 +24,7 @@ from remat._graph.meta import TensorMeta
 from remat._graph.values import Ref, Value
 from remat._partition.costs import Workspace, workspace_of
 from remat._torch import autograd, fakes, isolation, levels, modes, trees
+from remat._user_lines import line_of
 from remat.policies._sizes import parse_size
 
 _Key = weakref.ref[torch.UntypedStorage]
@@ -389,7 +390,7 @@ def without_data(tree: Any, where: str) -> Generator[Any]:
     except RuntimeError as error:
         if not fakes.lacking(error):
             raise
-        raise _needs_numbers(where) from error
+        raise _needs_numbers(where, error) from error
 
 
 def require_no_transform() -> None:
@@ -419,11 +420,12 @@ def _without_gradient() -> TraceError:
     )
 
 
-def _needs_numbers(where: str) -> TraceError:
+def _needs_numbers(where: str, error: Exception) -> TraceError:
+    line, first = line_of(error), str(error).partition("\n")[0].rstrip(".")
     return refusal(
         TraceError,
-        where=where,
-        what="needs the numbers of a tensor around its regions.",
+        where=f"{where}, at {line}" if line else where,
+        what=f"needs the numbers of a tensor around its regions ({first}).",
         why="A step is planned on tensors without data.",
         do="Compute what decides by numbers before the step, or plan without the step.",
     )

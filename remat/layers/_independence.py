@@ -8,6 +8,7 @@ graph, by what `_axis_rules` knows of the operators. Nothing runs.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import operator
 import re
@@ -101,7 +102,11 @@ def require_independent(
 
 
 def _name_of(region: Any) -> str:
-    return getattr(region, "__qualname__", type(region).__name__)
+    name = getattr(region, "__qualname__", type(region).__name__)
+    code = getattr(inspect.unwrap(region), "__code__", None)
+    if code is None:
+        return name
+    return f"{name} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})"
 
 
 def _traced(region: Any, call: Call, length: int) -> tuple[Entry, list[State]]:
