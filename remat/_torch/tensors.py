@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 _torch: Any = torch
+_Tensor: Any = Tensor
 
 # The function that a torch-function mode sees for `x.data = y`.
 SET_DATA: Any = cast("Any", Tensor.data).__set__
@@ -40,15 +41,15 @@ RESHAPES: dict[Any, str] = {
 # What tells where a tensor's memory is.
 ASK_FOR_MEMORY = (Tensor.data_ptr, Tensor.untyped_storage)
 # What reads it past all operators or hands it out: pickles, shared memory, DLPack, Python's numbers.
-READ_MEMORY = (
-    Tensor.storage,
-    Tensor._typed_storage,
-    Tensor.__reduce_ex__,
-    Tensor.share_memory_,
-    Tensor.__dlpack__,
-    Tensor.apply_,
-    Tensor.map_,
-    Tensor.map2_,
+READ_MEMORY: tuple[Any, ...] = (
+    _Tensor.storage,
+    _Tensor._typed_storage,
+    _Tensor.__reduce_ex__,
+    _Tensor.share_memory_,
+    _Tensor.__dlpack__,
+    _Tensor.apply_,
+    _Tensor.map_,
+    _Tensor.map2_,
 )
 #: What asks how a tensor came to be, by the name of each: what stands for it is another one.
 ASK_FOR_HISTORY: dict[Any, str] = {
