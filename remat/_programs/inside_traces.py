@@ -16,6 +16,7 @@ from remat._generators import compiled_draws, device_states, streams
 from remat._graph import operators
 from remat._graph.meta import device_of
 from remat._graph.values import Graph, Value, last_uses, replace_refs
+from remat._programs import by_places
 from remat._torch import levels, modes, schemas, tracer
 from remat._torch.levels import dual_level_is_active
 from remat._tracing import importing, naming, refusals
@@ -29,7 +30,7 @@ def interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
         for index, value in enumerate(graph.values):
             if value.op is not None:
                 try:
-                    env[index] = _run_inside_trace(value, env)
+                    env[index] = _run_inside_trace(value, env, graph.values)
                 except RuntimeError as error:
                     refused = refusals.of_a_step(error, value.source)
                     if refused is None:
@@ -42,7 +43,9 @@ def interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
     return [None if ref is None else env[ref.index] for ref in graph.outputs]
 
 
-def _run_inside_trace(value: Value, env: dict[int, Any]) -> Any:
+def _run_inside_trace(
+    value: Value, env: dict[int, Any], values: Sequence[Value]
+) -> Any:
     assert value.op is not None
     args, kwargs = replace_refs((value.args, value.kwargs), env.__getitem__)
     traced = tracer.active_graph()
@@ -63,7 +66,8 @@ def _run_inside_trace(value: Value, env: dict[int, Any]) -> Any:
         is_own = stream in ("", streams.UNKNOWN)
         out = device_states.STATE(*args) if is_own else streams.STATE(stream)
     else:
-        out = _run(value.op, args, dict(kwargs))
+        op = by_places.replaced(value, values, is_mapped=_is_mapped())
+        out = _run(op, args, dict(kwargs))
     note = importing.Note(
         value.source,
         value.function,
@@ -145,21 +149,6 @@ def _select_scatter(tensor: Tensor, source: Tensor, dim: int, index: int) -> Ten
     return torch.slice_scatter(tensor, source.unsqueeze(dim), dim, start, start + 1)
 
 
-def _as_strided_scatter(
-    tensor: Tensor,
-    source: Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
-    offset: int | None = None,
-) -> Tensor:
-    """For vmap in a trace, as_strided_scatter by indices, where memory is in elements' order."""
-    if not tensor.is_contiguous():
-        return torch.as_strided_scatter(tensor, source, size, stride, offset)
-    order = torch.arange(tensor.numel(), device=tensor.device)
-    places = order.as_strided(size, stride, offset)
-    return tensor.reshape(-1).index_put((places,), source).reshape(tensor.shape)
-
-
 def _index_put(
     tensor: Tensor,
     indices: Sequence[Tensor | None],
@@ -178,9 +167,8 @@ def _index_put(
 
 # Obsolete when views do not mind how examples lie in memory, when torch's rules are right for
 # index_fill where the values are mapped and the tensor is not, and for the derivative of
-# select_scatter, and when there are some for copy and as_strided_scatter, which replace a
-# write to a strided view, for index_put by a mask, and for the backward of a fused norm, which
-# it would run example by example.
+# select_scatter, and when there are some for copy, which replaces a write to a strided view, for
+# index_put by a mask, and for the backward of a fused norm, which it would run example by example.
 _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
@@ -188,7 +176,6 @@ _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.index_put.default: _index_put,
     _aten.copy.default: _copy,
     _aten.select_scatter.default: _select_scatter,
-    _aten.as_strided_scatter.default: _as_strided_scatter,
     schemas.FUSED_NORM_BACKWARD: schemas.DECOMPOSED[schemas.FUSED_NORM_BACKWARD],
 }
 # Of index_fill torch's derivative by the value asks which indices there are. The backward of
@@ -198,10 +185,14 @@ _DERIVABLE: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
+def _is_mapped() -> bool:
+    active = levels.current_interpreter()
+    return active is not None and active[0] == "vmap"
+
+
 def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operator; where it lacks the derivative that is recorded, with that of its parts."""
-    active = levels.current_interpreter()
-    is_mapped = active is not None and active[0] == "vmap"
+    is_mapped = _is_mapped()
     run = _BATCHABLE.get(op, op) if is_mapped else op
     is_recorded = torch.is_grad_enabled() and any(
         levels.requires_grad_anywhere(each) for each in args if isinstance(each, Tensor)

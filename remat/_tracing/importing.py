@@ -160,6 +160,7 @@ def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.Grap
                 "it repeats or leaves out elements", _line_of(node)
             )
         in_place_operators.take_parts_for_views(graph)
+        in_place_operators.count_from_owners(graph)
         inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         inputs[: len(operands)] = operands
         detached = [each.detach() for each in inputs]
@@ -187,6 +188,7 @@ class Imported:
         self.recorded: Ref | None = None
         self.forced: Ref | None = None
         self.outputs: tuple[Ref | None, ...] = ()  # what the function returned
+        in_place_operators.count_from_owners(module.graph)
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 ref = self._add_value(Value(None, meta=_meta_of_node(node)))

@@ -78,6 +78,33 @@ def _views_behind(node: Any) -> Iterator[Any]:
         node = node.args[0]
 
 
+def count_from_owners(graph: fx.Graph) -> None:
+    """Has `as_strided` of a view count from the start of the memory behind it, as it does.
+
+    Functionalization makes such a view anew only where it is the first one, and under vmap the
+    view tells nothing of where an example lies. What an operand lies in is not known. Obsolete
+    when functionalization counts so.
+    """
+    for node in graph.find_nodes(op="call_function", target=_aten.as_strided.default):
+        owner, offset = _owner(node.args[0]), node.meta["val"].storage_offset()
+        is_known = owner.op == "call_function" and isinstance(offset, int)
+        if is_known and owner is not node.args[0]:
+            node.args, node.kwargs = (owner, *node.args[1:3], offset), {}
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """What made the memory that a tensor is in."""
+    while node.op == "call_function":
+        op, given = node.target, node.args[0] if node.args else None
+        if not isinstance(given, fx.Node):
+            break
+        is_part = op is operator.getitem and _owner(given) is not given
+        if not (is_part or operators.returns_view(op) or written(node) == [given]):
+            break
+        node = given
+    return node
+
+
 def take_parts_for_views(graph: fx.Graph) -> None:
     """Has a write to a part of `unsafe_split` or `unsafe_chunk` reach the whole, as it does.
 

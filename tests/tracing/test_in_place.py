@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from remat import TraceError, remat
 from remat._torch import tracer
-from tests.support import assert_bitwise, assert_close, grads, seeded
+from tests.support import assert_bitwise, assert_close, daily, grads, seeded
 
 pytestmark = pytest.mark.contract
 
@@ -270,3 +271,76 @@ def test_gates_of_a_recurrent_cell(dtype: torch.dtype) -> None:
     cell = nn.GRUCell(16, 16).to(dtype)
     given = [seeded(8, 16, dtype=dtype), seeded(8, 16, seed=1, dtype=dtype)]
     assert_bitwise(grads(remat(cell), given), grads(cell, given))
+
+
+#: Temporaries by how they lie.
+LAID_OUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "in order": lambda x: x.sin(),
+    "across": lambda x: x.t().sin(),
+    "view": lambda x: x.sin().t(),
+    "part": lambda x: x.t().sin()[:, 1:],
+}
+#: Writes to them that count in memory, or whose derivatives do.
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "row": lambda y: y[0].mul_(2),
+    "column": lambda y: y[:, 0].mul_(y[:, 1].exp()),
+    "rows": lambda y: y[1:].mul_(3),
+    "narrow": lambda y: y.narrow(1, 0, 2).sin_(),
+    "view of a view": lambda y: y.t()[0].mul_(2),
+    "diagonal": lambda y: y.diagonal().mul_(2),
+    "fill_diagonal_": lambda y: y.fill_diagonal_(0.5),
+    "strided": lambda y: y.as_strided((2,), (2,)).mul_(2),
+    "strided part": lambda y: y.t()[1:].as_strided((2,), (1,)).mul_(2),
+    "read strided": lambda y: y[0].mul_(y[1:].as_strided((1,), (1,)).clone().exp()),
+}
+
+
+def _mapped_push(fun: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return vmap(lambda x: jvp(grad(fun), (x,), (x.cos(),))[1])(torch.stack([x, -x]))
+
+
+#: Transforms under which a program that counts in memory is mapped, or derived from again.
+DERIVED: dict[str, Callable[..., Any]] = {
+    "hessian": lambda fun, x: hessian(fun)(x),
+    "jacrev(jacrev)": lambda fun, x: jacrev(jacrev(fun))(x),
+    "vmap(jvp(grad))": _mapped_push,
+    "grad(vmap)": lambda fun, x: grad(lambda x: vmap(fun)(x).sum())(x.expand(2, 3, 3)),
+    "jvp(grad)": lambda fun, x: jvp(grad(fun), (x,), (x.cos(),))[1],
+    "grad(grad(grad))": lambda fun, x: grad(
+        lambda x: grad(lambda x: grad(fun)(x).square().sum())(x).sin().sum()
+    )(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script", "ignore:There is a performance")
+@pytest.mark.parametrize(
+    "derive", daily(DERIVED, ["hessian", "vmap(jvp(grad))", "grad(vmap)"])
+)
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("lay", daily(LAID_OUT, ["across", "part"]))
+def test_writes_by_strides_under_transforms(
+    lay: Callable[[Tensor], Tensor],
+    write: Callable[[Tensor], Any],
+    derive: Callable[..., Any],
+) -> None:
+    """Wherever vmap lays an example, the elements that are read and written are plain's."""
+
+    def fun(x: Tensor) -> Tensor:
+        y = lay(x)
+        write(y)
+        return y.sin().square().sum()
+
+    x = seeded(3, 3)
+    assert_close(derive(remat(fun), x), derive(fun, x))
+
+
+@pytest.mark.parametrize("shape", [(5, 2), (2, 5), (3, 3, 3)])
+def test_a_diagonal_of_a_part_is_filled(shape: tuple[int, ...]) -> None:
+    """Also around the end of a tall matrix, and in all dimensions at once."""
+
+    def fun(x: Tensor) -> Tensor:
+        y = torch.stack([x, x.cos()]).sin()
+        y[1].fill_diagonal_(0.5, wrap=True)
+        return y.square()
+
+    assert_bitwise(grads(remat(fun), [seeded(*shape)]), grads(fun, [seeded(*shape)]))
