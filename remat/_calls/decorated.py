@@ -201,7 +201,14 @@ class DecoratedFunction(Generic[_P, _R]):
     def entry_of(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Entry, Roots, tuple[Tensor, ...]]:
-        """The trace of a call that is looked at, its roots, and what it captures.
+        """The trace of a call that is looked at, its roots, and what it captures."""
+        entry, site, captured = self.looked_at(args, kwargs)
+        return entry, site.roots, captured
+
+    def looked_at(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Entry, CallSite, tuple[Tensor, ...]]:
+        """The trace of a call that is looked at, the call, and what it captures.
 
         It is found outside any outer trace. Where no tensor requires a gradient, every
         floating one among the arguments does.
@@ -214,11 +221,12 @@ class DecoratedFunction(Generic[_P, _R]):
             if not (wants or self._cache.reaches_gradient(site)):
                 site = site.with_all_wanted()
             entry, captured = self._cache.find(site)
-            return entry, site.roots, captured
+            return entry, site, captured
 
     def saved_residuals(self, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:
         """What a call holds between its forward and its backward, as `remat.saved_residuals`."""
-        return residuals_of(self.entry_of(args, kwargs)[0])
+        entry, site, captured = self.looked_at(args, kwargs)
+        return residuals_of(entry, (*site.tensors, *captured))
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses and traces of this function's code, with these options."""

@@ -1,15 +1,20 @@
 """What a region holds between its forward and its backward, as a list."""
 
 import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
 from typing import final
 
 import torch
+from torch import Tensor
 
 from remat._calls.entry import Entry
 from remat._graph import operators
 from remat._graph.meta import TensorMeta
 from remat._partition.cut import Cut
-from remat.storage import AbstractStorage, Keep
+from remat._regions.waiting import twin_key
+from remat._torch import dtensor
+from remat._torch.tensors import memory_of
+from remat.storage import AbstractStorage, Keep, Place, densely
 
 
 @final
@@ -25,7 +30,8 @@ class Residual:
         shape: the sizes of its dimensions.
         dtype: its dtype.
         size_bytes: bytes that it holds on its device while it waits, in the form that its
-            storage gives it; the most that may be, if that depends on the numbers.
+            storage gives it; the most that may be, if that depends on the numbers. Of an
+            argument all of its memory, with the first that lies in it.
         storage: how it waits.
         source: the user's "file.py:line" that made it, "" for an argument.
         reason: why it is held.
@@ -54,11 +60,14 @@ class Residual:
         )
 
 
+_AGAIN = ", in memory that is counted with another"
 _SECOND = ", held for a second derivative only"
 
 
-def residuals_of(entry: Entry, read: Cut | None = None) -> list[Residual]:
-    """The saved values in the order of the forward, then the operands.
+def residuals_of(
+    entry: Entry, operands: Sequence[Tensor], read: Cut | None = None
+) -> list[Residual]:
+    """The saved values in the order of the forward, then the operands, which are given.
 
     `read`: of a plain function, where no policy decides, what its backward reads.
     """
@@ -74,8 +83,15 @@ def residuals_of(entry: Entry, read: Cut | None = None) -> list[Residual]:
         meta = value.meta
         assert isinstance(meta, TensorMeta)
         size_bytes, op = storage.held(meta).size_bytes, operators.made_by(value, values)
+        if path:
+            new = _memory(operands[index], storage, size_bytes)
+            size_bytes = sum(new[key] for key in new.keys() - counted)
+            counted.update(new)
+            why += "" if size_bytes or not any(new.values()) else _AGAIN
         kind = (op, meta.shape, meta.dtype, size_bytes)
         return Residual(name, path, *kind, storage, value.source, why)
+
+    counted: set[Hashable] = set()
 
     residuals: list[Residual] = []
     for index in found.saved:
@@ -90,3 +106,17 @@ def residuals_of(entry: Entry, read: Cut | None = None) -> list[Residual]:
             name = ", ".join(values[index].names) or path
             residuals.append(residual(index, storage, name, path, f"an argument{use}"))
     return residuals
+
+
+def _memory(
+    operand: Tensor, storage: AbstractStorage, size_bytes: int
+) -> Mapping[Hashable, int]:
+    """What an operand holds while it waits, by what others that hold the same have, too."""
+    if storage.keeps:
+        return memory_of([operand])
+    part = (
+        operand if dtensor.placement(operand) is None else dtensor.local_part(operand)
+    )
+    dense, place, order = densely(part, Place())
+    key = None if order is None else twin_key(dense, storage, place)
+    return {key or id(operand): size_bytes}

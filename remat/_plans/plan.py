@@ -24,6 +24,7 @@ from remat._plans.json_parts import (
     to_problem,
     to_storage,
 )
+from remat._torch.tensors import memory_of
 from remat.planners import Problem, Solution, solve_cut, solve_milp
 from remat.policies import AbstractPolicy, Budget, Planned
 from remat.policies._budget import Peak, Size, as_budget
@@ -389,13 +390,14 @@ class Planner:
         policy: Budget,
         solver: str = "cut",
     ) -> None:
-        entry, roots, _ = undecided(fun).entry_of(args, kwargs)
-        self._operands = entry.region.operands
-        self._analysis = entry.region.stages(roots).analysis
+        entry, site, captured = undecided(fun).looked_at(args, kwargs)
+        operands = entry.region.operands
+        self._argument_bytes = sum(memory_of((*site.tensors, *captured)).values())
+        self._analysis = entry.region.stages(site.roots).analysis
         self._policy, self._solver = policy, solver
         self.fingerprint = fingerprint(self._analysis)
-        self.wanted = tuple(meta.requires_grad for meta in self._operands)
-        self.devices = tuple(meta.device.type for meta in self._operands)
+        self.wanted = tuple(meta.requires_grad for meta in operands)
+        self.devices = tuple(meta.device.type for meta in operands)
 
     @functools.cached_property
     def _unit(self) -> Costs:
@@ -413,7 +415,7 @@ class Planner:
             rows=tuple(_rows(model, solution, self._unit)),
             budget_bytes=size,
             saved_bytes=solution.saved_bytes,
-            argument_bytes=sum(meta.size_bytes for meta in self._operands),
+            argument_bytes=self._argument_bytes,
             peaks=model.peaks(solution.choice),
             recompute_flops=model.recompute_flops(solution.choice),
             recompute_cost=solution.cost,

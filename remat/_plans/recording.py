@@ -24,6 +24,7 @@ from remat._graph.meta import TensorMeta
 from remat._graph.values import Ref, Value
 from remat._partition.costs import Workspace, workspace_of
 from remat._torch import autograd, fakes, isolation, levels, modes, trees
+from remat._torch.tensors import memory_of
 from remat._user_lines import line_of
 from remat.policies._sizes import parse_size
 
@@ -257,8 +258,7 @@ def _has_gradient(tensor: Tensor) -> bool:
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    storages = {id(s): s.nbytes() for s in (each.untyped_storage() for each in tensors)}
-    return sum(storages.values())
+    return sum(memory_of(tensors).values())
 
 
 Optimizer = Any

@@ -81,7 +81,7 @@ def _held_values(nodes: Iterable[Any]) -> Iterator[_Held]:
         for tensor, (label, is_operand) in zip(_saved(node), labels, strict=False):
             if is_operand and tensor.is_leaf:
                 continue  # a parameter, or data: it lives anyway
-            keys = {tensors.key_of(each): each.nbytes() for each in storages(tensor)}
+            keys = tensors.sizes_of(storages(tensor))
             size = sum(each for key, each in keys.items() if key not in seen)
             seen |= keys.keys()
             if size:

@@ -16,8 +16,8 @@ from torch import Tensor
 from remat._errors import RematError, refusal
 from remat._graph.meta import TensorMeta, unexpanded_shape
 from remat._regions import prefetch
-from remat._torch import dtensor, fakes, levels, tracer
-from remat._torch.tensors import storage_key, tensor_without_data
+from remat._torch import dtensor, fakes, tracer
+from remat._torch.tensors import storage_key, storages_of, tensor_without_data
 from remat.storage import AbstractStorage, Place, Stored, densely, stored_in
 
 _aten: Any = torch.ops.aten
@@ -102,17 +102,20 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages that hold a tensor's numbers, whatever its class."""
-    if isinstance(tensor, Waiting):
-        for each in parts_of(tensor):
-            yield from storages(each)
-    elif hasattr(tensor, "__tensor_flatten__"):
-        whole: Any = tensor
-        inner = (getattr(whole, name) for name in whole.__tensor_flatten__()[0])
-        for each in inner:  # a DTensor names its mesh among them
-            if isinstance(each, Tensor):
-                yield from storages(each)
-    elif tensor.layout == torch.strided and not fakes.is_fake(tensor):
-        yield levels.unwrapped(tensor).untyped_storage()
+    for part in parts_of(tensor):
+        if not (fakes.is_fake(part) or fakes.wraps_fakes(part)):
+            yield from storages_of(part)
+
+
+def twin_key(
+    dense: Tensor, storage: AbstractStorage, place: Place
+) -> tuple[Any, ...] | None:
+    """Equal for what waits as one: the same numbers in memory, stored alike."""
+    # A subclass may have no memory of its own.
+    if type(dense) is not Tensor:
+        return None
+    lies = storage_key(dense), dense.storage_offset(), dense.numel(), dense.dtype
+    return (storage, place.spread, *lies)
 
 
 def wait(
@@ -133,12 +136,11 @@ def wait(
             return value
         return Waiting.of(value, part.stored, None, (part, spread))
     dense, place, order = densely(value, place)
-    # A subclass may have no memory of its own.
-    if order is None or type(dense) is not Tensor:
+    key = None if order is None else twin_key(dense, storage, place)
+    if key is None:
         stored = stored_in(storage, dense, place)
     else:
         twins = {} if twins is None else twins
-        key = (storage, place.spread, dense.data_ptr(), dense.numel(), dense.dtype)
         stored = twins.get(key)
         if stored is None:
             stored = twins[key] = stored_in(storage, dense, place)

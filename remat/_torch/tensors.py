@@ -5,11 +5,13 @@ Obsolete when it does.
 
 # pyright: reportPrivateUsage=false
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+from remat._torch.levels import unwrapped
 
 _torch: Any = torch
 _Tensor: Any = Tensor
@@ -100,6 +102,28 @@ def is_own_data(tensor: Tensor, data: Tensor) -> bool:
 def storage_key(tensor: Tensor) -> int:
     """One number for all tensors that share memory, fake ones too."""
     return key_of(tensor.untyped_storage())
+
+
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages that a strided tensor of any class keeps alive; of a fake one, too."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        whole: Any = tensor
+        inner = (getattr(whole, name) for name in whole.__tensor_flatten__()[0])
+        for each in inner:  # a DTensor names its mesh among them
+            if isinstance(each, Tensor):
+                yield from storages_of(each)
+    elif tensor.layout == torch.strided:
+        yield unwrapped(tensor).untyped_storage()
+
+
+def sizes_of(storages: Iterable[torch.UntypedStorage]) -> dict[int, int]:
+    """The bytes of storages, each once, by its key."""
+    return {key_of(storage): storage.nbytes() for storage in storages}
+
+
+def memory_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes that tensors keep alive: of all of each storage, once, by its key."""
+    return sizes_of(each for tensor in tensors for each in storages_of(tensor))
 
 
 def _parts_of(sparse: Tensor) -> list[Tensor]:

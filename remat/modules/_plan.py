@@ -20,6 +20,7 @@ from remat._plans.shares import Loads, Search, Shares
 from remat._plans.tiles import TilesRow, run_in, with_tiles
 from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._torch import trees
+from remat._torch.tensors import memory_of
 from remat.modules._apply import Where, apply, without_regions
 from remat.modules._blocks import BlockCall, blocks_of, calls_of_blocks
 from remat.modules._step import Step
@@ -36,7 +37,8 @@ class ModulePlanRow:
     Attributes:
         name: the block's qualified name.
         plan: what the call saves, and what that costs.
-        input_bytes: what its inputs hold, those of calls before it and parameters aside.
+        input_bytes: what its inputs hold, those of calls before it and parameters aside:
+            of a slice all of the memory, of several views of one memory once.
         gradient_bytes: what the gradients of the block's parameters take, which its last
             call makes first.
     """
@@ -305,12 +307,10 @@ def _loads_of(rows: Sequence[ModulePlanRow]) -> Loads:
 def _row_of(blocks: Sequence[BlockCall], place: int, found: Plan) -> ModulePlanRow:
     block = blocks[place]
     parameters = [each for each in block.module.parameters() if each.requires_grad]
-    known = set(map(id, parameters))
-    for earlier in blocks[:place]:
-        known |= set(map(id, trees.tensor_leaves((earlier.args, earlier.kwargs))))
-    inputs = trees.tensor_leaves((block.args, block.kwargs))
-    new = {id(each): each for each in inputs if id(each) not in known}
+    before = trees.tensor_leaves([(each.args, each.kwargs) for each in blocks[:place]])
+    known = memory_of([*parameters, *before])
+    inputs = memory_of(trees.tensor_leaves((block.args, block.kwargs)))
     is_last = all(each.name != block.name for each in blocks[place + 1 :])
-    held = sum(TensorMeta.of(each).once.size_bytes for each in new.values())
+    held = sum(size for key, size in inputs.items() if key not in known)
     gradients = sum(TensorMeta.of(each).size_bytes for each in parameters) * is_last
     return ModulePlanRow(block.name, found, held, gradients)

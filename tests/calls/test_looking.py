@@ -78,6 +78,28 @@ def test_nothing_saveable_holds_arguments_only() -> None:
     assert sum(r.size_bytes for r in residuals) == (12 + 9) * 8
 
 
+@pytest.mark.parametrize(
+    ("again", "shared"),
+    [
+        (lambda x: x.detach(), True),
+        (lambda x: x.t(), True),
+        (lambda x: x.clone(), False),
+    ],
+    ids=["detached", "transposed", "a copy"],
+)
+@pytest.mark.parametrize("waits", [None, storage.Cast(torch.bfloat16)], ids=str)
+def test_one_memory_is_counted_once(again: Any, shared: bool, waits: Any) -> None:
+    """Whichever arguments lie in it; stored in another form it is stored once, too."""
+    region = remat(lambda x, z: (x.sin() * z.cos()).sum(), saved_inputs=waits)
+    x = seeded(4, 4)
+
+    first, second = region.saved_residuals(x, again(x))
+
+    assert first.size_bytes == 16 * (2 if waits else 8)
+    assert second.size_bytes == (0 if shared else first.size_bytes)
+    assert ("memory that is counted" in second.reason) == shared
+
+
 def test_paths_of_containers_and_captures() -> None:
     """A nested argument has a dotted path; a captured tensor says what it is."""
     weight = nn.Parameter(seeded(3, 3))

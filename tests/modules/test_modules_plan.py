@@ -3,6 +3,7 @@
 import copy
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from remat import (
     RematWarning,
     TraceError,
     modules,
+    plan,
     policies,
+    remat,
     saved_residuals,
 )
 from remat._partition import budgets
@@ -166,6 +169,65 @@ def test_what_blocks_hold_and_make_is_predicted(budget: float) -> None:
     assert held == found.held_bytes
     loss = 3 * out.untyped_storage().nbytes()
     assert memory.peak - loss <= found.predicted_peak_bytes <= 1.1 * memory.peak
+
+
+class Gate(nn.Module):
+    """A block of two inputs, without parameters."""
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return x.sin() * z.cos()
+
+
+class Fed(nn.Module):
+    """Gates, each with two inputs made of what a linear gives."""
+
+    def __init__(self, feed: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.feed = feed
+        self.linears = nn.ModuleList(nn.Linear(8, 16).double() for _ in range(3))
+        self.layers = nn.ModuleList(Gate() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear, layer in zip(self.linears, self.layers, strict=True):
+            x = layer(*self.feed(linear(x)))[:, :8].clone()
+        return x
+
+
+FEEDS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "slices": lambda h: (h[:, :8], h[:, -8:]),
+    "a slice": lambda h: (h[:, :8], h[:, :8].detach()),
+    "a view": lambda h: (h, h.view_as(h)),
+    "a detached one": lambda h: (h, h.detach()),
+    "an expanded row": lambda h: (h, h[:1].expand(5, -1)),
+}
+
+
+@pytest.mark.parametrize("feed", FEEDS.values(), ids=FEEDS)
+def test_inputs_hold_all_of_their_memory_once(feed: Any) -> None:
+    """Measured; also without data, and by what a plan and a region say of each."""
+    model, x = Fed(feed), seeded(5, 8)
+    found = modules.plan(model, budget=0.5, where="layers.*")(x)
+    of_fakes = modules.plan(model.to("meta"), budget=0.5, where="layers.*")(
+        x.to("meta")
+    )
+    model = Fed(feed)
+    modules.plan(model, budget=0.5, where="layers.*")(x)
+    model(x)
+
+    with LiveBytes() as memory:
+        out = model(x)
+        held = memory.live
+
+    memory_bytes = 5 * 16 * 8
+    # The inputs of linears are outputs of blocks, the first aside.
+    assert held == found.held_bytes + 3 * out.nbytes
+    assert [row.input_bytes for row in found.rows] == [memory_bytes] * 3
+    assert of_fakes.held_bytes == found.held_bytes
+    given = feed(seeded(5, 16))
+    assert plan(Gate(), budget=0.5)(*given).argument_bytes == memory_bytes
+    assert sum(each.size_bytes for each in saved_residuals(remat(Gate()), *given)) == (
+        memory_bytes
+    )
 
 
 def test_a_peak_that_blocks_cannot_keep() -> None:

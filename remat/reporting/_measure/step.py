@@ -25,7 +25,7 @@ from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Call
 from remat._regions.waiting import storages
 from remat._torch import autograd, fakes, trees
-from remat._torch.tensors import key_of
+from remat._torch.tensors import sizes_of
 
 
 @final
@@ -201,8 +201,7 @@ def graph_of(outputs: Sequence[Tensor]) -> tuple[tuple[Node, ...], tuple[Tensor,
 
 def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
     """The bytes of what some tensors are stored in, each storage once, by its key."""
-    stored = (storage for tensor in tensors for storage in storages(tensor))
-    return {key_of(storage): storage.nbytes() for storage in stored}
+    return sizes_of(storage for tensor in tensors for storage in storages(tensor))
 
 
 def leaves_of(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
