@@ -29,6 +29,7 @@ from remat._plans.tiles import TilesRow, with_tiles
 from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._switches.blocks import standing_in
 from remat._torch import trees
+from remat._user_lines import warn
 from remat.policies import AbstractPolicy, Budget, budget
 from remat.policies._budget import Peak, as_budget
 from remat.policies._sizes import show_size
@@ -37,8 +38,8 @@ _Region = DecoratedFunction[..., Any]
 _Call = tuple[_Region, tuple[Any, ...], dict[str, Any]]
 """A region and the arguments of one call of it, without data."""
 
-_Attempt = tuple[Search, tuple[Recording, list[_Region], Shares]]
-"""A search, and what was recorded, the regions of the calls, and their budgets."""
+_Attempt = tuple[Search, tuple[Recording, list[_Region], list[_Region], Shares]]
+"""A search, and what was recorded, the regions of the calls, twice, and their budgets."""
 
 _WHERE = "fit(peak=...)"
 
@@ -53,12 +54,15 @@ class FitRow:
         policy: a budget for each of its calls.
         plans: what each call saves by it, in order.
         region: the region.
+        is_lasting: whether the next call of the step calls this region again, and not one
+            that it makes anew.
     """
 
     name: str
     policy: AbstractPolicy
     plans: tuple[Plan, ...]
     region: Any = dataclasses.field(repr=False)
+    is_lasting: bool = True
 
     def __str__(self) -> str:
         saved = sum(each.saved_bytes for each in self.plans)
@@ -94,10 +98,20 @@ class Fit:
     def apply(self) -> None:
         """Gives the regions their policies and functions their tiles, in place.
 
-        Each region is traced again for its own.
+        Each region is traced again for its own. One that the step makes anew at each call
+        cannot be reached: a warning says so.
         """
         for row in self.rows:
             row.region.decide_by(row.policy)
+        lost = dict.fromkeys(row.name for row in self.rows if not row.is_lasting)
+        if lost:
+            warn(
+                where=f"fit: apply() of {', '.join(f'`{name}`' for name in lost)}",
+                what="has no effect.",
+                why="The step makes such a region anew at each call.",
+                do="Decorate with `remat` outside of the step, or pass the policies of the "
+                "rows where the regions are made.",
+            )
         for row in self.tiles:
             row.apply()
 
@@ -168,16 +182,18 @@ def fit(
 
     def fitted(*args: Any, **kwargs: Any) -> Fit:
         def attempt(is_rough: bool) -> _Attempt:
-            recording, calls = _recorded(step, args, kwargs, optimizer, bound.costs)
+            recording, calls, again = _recorded(
+                step, args, kwargs, optimizer, bound.costs
+            )
             regions = [each for each, _, _ in calls]
             planners = [Planner(*each, bound) for each in calls]
             shares = Shares(planners, list(map(id, regions)), is_rough=is_rough)
             limit = _limit(bound, recording, (args, kwargs))
             search = shares.within(limit, loads_of(recording))
-            return search, (recording, regions, shares)
+            return search, (recording, regions, again, shares)
 
         (search, rest), tiles = with_tiles(attempt)
-        recording, regions, shares = rest
+        recording, regions, again, shares = rest
         names = [f"{_name(each)} #{place}" for place, each in enumerate(regions)]
         found = timeline(recording, names, search.found)
         if not search.fits:
@@ -190,6 +206,7 @@ def fit(
                 ),
                 tuple(search.found[place] for place in places),
                 regions[places[0]],
+                regions[places[0]] in again,
             )
             for places in shares.units
         ]
@@ -213,8 +230,8 @@ def _recorded(
     kwargs: dict[str, Any],
     optimizer: Optimizer,
     costs: str,
-) -> tuple[Recording, list[_Call]]:
-    """What a step does, and the regions that it calls, in order."""
+) -> tuple[Recording, list[_Call], list[_Region]]:
+    """What a step does, the regions that it calls, in order, and those of a second call."""
     own = trees.tensor_leaves(args[:1])
     with without_data((args, kwargs), "fit(step)") as (args, kwargs):
         parameters = trees.tensor_leaves(args[:1])
@@ -222,17 +239,14 @@ def _recorded(
         if not leaves:
             leaves = [p.requires_grad_() for p in parameters if p.is_floating_point()]
 
-        def run(recorder: Recorder, calls: list[_Call] | None = None) -> Tensor:
+        def run(recorder: Recorder, note: Callable[..., None]) -> Tensor:
             places = itertools.count()
 
             def stand_in(region: _Region, args: Any, kwargs: Any) -> Any:
                 require_no_transform()
                 if not any(trees.wants_gradients((args, kwargs))):
                     return region.__wrapped__(*args, **kwargs)
-                if calls is not None:
-                    calls.append(
-                        (region, *trees.map_tensors(_detached, (args, kwargs)))
-                    )
+                note(region, args, kwargs)
                 return recorder.call(
                     next(places), region.__wrapped__, (args, kwargs), ()
                 )
@@ -241,14 +255,22 @@ def _recorded(
                 return step(*args, **kwargs)
 
         calls: list[_Call] = []
+        again: list[_Region] = []
+
+        def note_call(region: _Region, args: Any, kwargs: Any) -> None:
+            calls.append((region, *trees.map_tensors(_detached, (args, kwargs))))
+
         # In a run of its own: what is kept of the arguments would be counted.
-        run(Recorder(leaves, known_workspace), calls)
+        run(Recorder(leaves, known_workspace), note_call)
         if not calls:
             raise _without_regions()
         fakes = {id(real): each for real, each in zip(own, parameters, strict=True)}
         made = optimizer_on(optimizer, fakes, "fit(optimizer=...)")
-        found = record(run, leaves, parameters, (args[1:], kwargs), made, costs)
-    return found, calls
+        found = record(
+            lambda recorder: run(recorder, lambda region, *_: again.append(region)),
+            *(leaves, parameters, (args[1:], kwargs), made, costs),
+        )
+    return found, calls, again
 
 
 def _detached(tensor: Tensor) -> Tensor:

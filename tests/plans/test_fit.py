@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat import BudgetError, Fit, TraceError, fit, policies, remat, storage
+from remat import (
+    BudgetError,
+    Fit,
+    RematWarning,
+    TraceError,
+    fit,
+    policies,
+    remat,
+    storage,
+)
 from tests.support import LiveBytes, assert_bitwise, seeded
 
 pytestmark = pytest.mark.contract
@@ -119,6 +128,19 @@ def test_it_is_planned_without_data_and_changes_nothing() -> None:
     assert {row.decision for p in cast.rows[0].plans for row in p.rows} <= {
         *("recompute", "Cast(dtype=torch.bfloat16)")
     }
+
+
+def test_regions_that_the_step_makes_cannot_be_reached() -> None:
+    """By `apply`, which says so; policies of the others have their effect."""
+    head = remat(plain_head)
+    step, args = made(lambda *each: remat(plain_block)(*each), head)
+
+    found = fit(step, peak="1GiB")(*args)
+
+    assert [row.is_lasting for row in found.rows] == [False] * 4 + [True]
+    with pytest.warns(RematWarning, match=r"`plain_block`: has no effect.*outside of"):
+        found.apply()
+    assert head.settings.policy == found.rows[-1].policy
 
 
 def test_where_nothing_fits() -> None:
