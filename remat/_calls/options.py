@@ -132,6 +132,7 @@ def settings_of(
     require_choice("engine", engine, ENGINES)
     require_choice("backend", backend, (None, "inductor"))
     require_choice("dynamic_shapes", dynamic_shapes, (False, True))
+    require_choice("verify", verify, (False, True))
     require_count("remat(cache_size=...)", cache_size, at_least=1)
     positions = [static_argnums] if isinstance(static_argnums, int) else static_argnums
     names = [static_argnames] if isinstance(static_argnames, str) else static_argnames

@@ -126,8 +126,8 @@ def _total(
     return (_losses(rows, labels, head, *options) * weight).sum()
 
 
-_LOSSES = known_independent(remat(_losses))
-_TOTAL = known_independent(remat(_total))
+_LOSSES = known_independent(remat(_losses, dynamic_shapes=True))
+_TOTAL = known_independent(remat(_total, dynamic_shapes=True))
 
 
 def _widen(tensor: Tensor) -> Tensor:

@@ -220,6 +220,23 @@ def test_its_own_function_is_independent_and_not_traced_to_be_judged(reduction: 
     assert [each.cache_info() for each in regions] == before
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_further_lengths_need_no_further_traces(reduction: Any):
+    """Ten would warn, of a function that is not the user's."""
+    region = _cross_entropy._LOSSES if reduction == "none" else _cross_entropy._TOTAL
+    region.cache_clear()
+    rows, labels = X.flatten(0, -2).repeat(3, 1), TARGETS.flatten().repeat(3)
+
+    def loss(x: Tensor) -> Tensor:
+        given = x, HEAD, labels[: len(x)]
+        return tiled_cross_entropy(*given, tiles=3, reduction=reduction).sum()
+
+    for length in range(12, 24):
+        torch.func.grad(loss)(rows[:length])
+
+    assert region.cache_info().currsize < 5
+
+
 def test_the_graph_may_be_used_twice():
     leaves = [X.clone().requires_grad_(), HEAD.clone().requires_grad_()]
     loss = tiled_cross_entropy(leaves[0], leaves[1], TARGETS, tiles=3)

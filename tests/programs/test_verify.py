@@ -39,6 +39,11 @@ def leaves() -> list[Tensor]:
     return [seeded(3, 3).requires_grad_(), seeded(3, 3, seed=1).requires_grad_()]
 
 
+def test_the_option_is_true_or_false() -> None:
+    with pytest.raises(ValueError, match=r"verify=3\): is not a value of this option"):
+        remat(block, verify=3)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_a_sound_function_passes(policy: Any) -> None:
