@@ -1,8 +1,8 @@
 """What a region holds between its forward and its backward, as a list."""
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
-from typing import final
+from collections.abc import Hashable, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ def residuals_of(
 
 def _memory(
     operand: Tensor, storage: AbstractStorage, size_bytes: int
-) -> Mapping[Hashable, int]:
+) -> dict[Any, int]:
     """What an operand holds while it waits, by what others that hold the same have, too."""
     if storage.keeps:
         return memory_of([operand])

@@ -266,10 +266,12 @@ def _recorded(
             raise _without_regions()
         fakes = {id(real): each for real, each in zip(own, parameters, strict=True)}
         made = optimizer_on(optimizer, fakes, "fit(optimizer=...)")
-        found = record(
-            lambda recorder: run(recorder, lambda region, *_: again.append(region)),
-            *(leaves, parameters, (args[1:], kwargs), made, costs),
-        )
+
+        def run_again(recorder: Recorder) -> Tensor:
+            return run(recorder, lambda *call: again.append(call[0]))
+
+        others = args[1:], kwargs
+        found = record(run_again, leaves, parameters, others, made, costs)
     return found, calls, again
 
 

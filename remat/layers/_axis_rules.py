@@ -43,9 +43,11 @@ class Alike:
     """Nothing of the axis: the value is the same whichever tile runs.
 
     Along `dims` its slices are equal (or independent draws), so that they suit any tile.
+    `is_zero` says that all of it is.
     """
 
     dims: frozenset[int] = frozenset()
+    is_zero: bool = False
 
 
 #: torch has no tensor of more dimensions.
@@ -173,6 +175,9 @@ _POINTWISE = (
     "bernoulli",
     "complex",
     "polar",
+    "hardswish",
+    "_prelu_kernel",
+    "log_sigmoid_forward",
 )
 _PARTS = frozenset(["select", "slice", "diagonal", "as_strided", "unfold", "split"])
 
@@ -236,6 +241,8 @@ def _linear_in_total(step: AxisStep) -> Total:
     if name in ("add", "sub"):
         # A mean of equal values is that value, a sum is not.
         is_linear = kind is Total.MEAN or len(kinds) == len(step.value.args)
+    elif name in ("stack", "cat"):
+        is_linear = kind is Total.MEAN or len(kinds) == len(step.operands)
     elif name == "div":
         is_rounded = step.given.get("rounding_mode") is not None
         is_linear = is_only and not step.operands[0].is_alike and not is_rounded
@@ -246,7 +253,10 @@ def _linear_in_total(step: AxisStep) -> Total:
     raise MixesError("what was summed along the axis is not used linearly.")
 
 
-_KEEP_TOTALS = frozenset(["mul", "neg", "clone", "_to_copy", "sum", "mean"])
+#: Linear in one operand where the others are the same for all tiles.
+_KEEP_TOTALS = frozenset(
+    ["mul", "neg", "clone", "_to_copy", "sum", "mean", "mm", "bmm", "mv", "dot"]
+)
 
 
 def _reshape(step: AxisStep) -> Along:
@@ -285,7 +295,12 @@ def _along_dims(step: AxisStep) -> Total | None:
     raise MixesError("it works along the axis.")
 
 
-_TOTALS = {"sum": Total.SUM, "nansum": Total.SUM, "mean": Total.MEAN}
+_TOTALS = {
+    "sum": Total.SUM,
+    "nansum": Total.SUM,
+    "count_nonzero": Total.SUM,
+    "mean": Total.MEAN,
+}
 
 
 def _last_dims(count: Callable[[AxisStep], int]) -> Rule:
@@ -306,6 +321,25 @@ def _besides_dim(step: AxisStep) -> None:
     # What has one place there is not broadcast, but meets the first place of each tile.
     if len(dims) != 1 or not all(dims.issubset(each.sized) for each in step.operands):
         raise MixesError("it takes elements from anywhere on the axis.")
+
+
+def _add_by_index(step: AxisStep) -> Total | None:
+    """Adds to rows that an index names; over the axis that is a sum, if they begin as zeros."""
+    source = step.by_name["source" if step.name == "index_add" else "src"]
+    dim = step.given["dim"] % max(len(source.meta.shape), 1)
+    pairs = [(step.by_name["index"], 0 if step.name == "index_add" else dim)]
+    pairs.append((source, dim))
+    is_there = all(
+        place in each.sized and (each.is_alike or each.state == Along(place, 1))
+        for each, place in pairs
+    )
+    base = step.by_name["self"].state
+    is_summed = is_there and len({each.lengths(place) for each, place in pairs}) == 1
+    if is_summed and isinstance(base, Alike) and base.is_zero and not step.out.sized:
+        return Total.SUM
+    if step.name == "index_add":
+        raise MixesError("it adds to rows that are not zero, or that the axis has.")
+    return _besides_dim(step)
 
 
 def _bucketize(step: AxisStep) -> None:
@@ -336,6 +370,59 @@ def _product(step: AxisStep) -> Total | None:
     if step.name in ("addmm", "baddbmm"):
         raise MixesError("it adds something to each tile's part of a sum.")
     return Total.SUM
+
+
+def _trilinear(step: AxisStep) -> None:
+    """The product of three, to which `expand` adds dimensions, summed over `sumdim`."""
+    dims: set[int] = set()
+    for name in "123":
+        state, more = step.by_name[f"i{name}"].state, step.given[f"expand{name}"]
+        if isinstance(state, Along):
+            dims.add([k for k in range(64) if k not in more][state.dim])
+    if len(dims) != 1 or dims.intersection(step.given["sumdim"]):
+        raise MixesError("it combines each place of the axis with others.")
+
+
+def _in_batches(step: AxisStep, **behind: int) -> None:
+    """Of each batch by itself, which so many dimensions of these arguments are behind."""
+    ends = {
+        len(each.meta.shape) - behind[name] - each.state.dim
+        for name, each in step.by_name.items()
+        if isinstance(each.state, Along)
+    }
+    if len(ends) != 1 or min(ends) < 1:
+        raise MixesError("it works along the axis.")
+
+
+def _distances(step: AxisStep) -> None:
+    _in_batches(step, x1=2, x2=2)
+
+
+def _solve(step: AxisStep) -> None:
+    """Of matrices A and B, or of a vector B for each A."""
+    left, right = step.by_name["A"], step.by_name["B"]
+    are_vectors = {
+        len(b.shape) == 1 or b.shape == a.shape[:-1]
+        for a, b in ((left.meta, right.meta), (left.whole, right.whole))
+    }
+    _in_batches(step, A=2, B=1 if are_vectors == {True} else 2)
+
+
+def _convolution(step: AxisStep) -> None:
+    """Along the batch, or where the kernel has one place and stays at it."""
+    dim, given = step.first[0].dim, step.given
+    moves = [
+        ([*given[name]] * dim)[dim - 2]
+        for name in ("stride", "padding", "output_padding")
+        if dim > 1
+    ]
+    if moves != [1, 0, 0] or step.by_name["weight"].meta.shape[dim] != 1:
+        _of_batch(step)
+
+
+def _rrelu(step: AxisStep) -> None:
+    if step.given["training"]:
+        raise MixesError("it draws for each place.")
 
 
 def _attention(step: AxisStep) -> None:
@@ -385,6 +472,14 @@ def _nll_loss(step: AxisStep) -> Total | None:
     return _by_reduction(step)
 
 
+def _margin_loss(step: AxisStep) -> Total | None:
+    """Of rows (N, C) and targets (N,)."""
+    is_of_rows = len(step.by_name["self"].meta.shape) == 2
+    if not is_of_rows or any(state.dim for state, _ in step.along):
+        raise MixesError("it works along the axis.")
+    return _by_reduction(step)
+
+
 def _by_reduction(step: AxisStep) -> Total | None:
     reduction: int = step.given["reduction"]
     return (None, Total.MEAN, Total.SUM)[reduction]
@@ -408,7 +503,7 @@ _RULES: dict[str, Rule] = {
         (
             "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d upsample_nearest2d "
             "upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d pixel_shuffle "
-            "pixel_unshuffle tril triu linalg_cholesky_ex linalg_inv_ex",
+            "pixel_unshuffle tril triu linalg_cholesky_ex linalg_inv_ex linalg_matrix_exp",
             _last_dims(lambda step: 2),
         ),
         ("constant_pad_nd", _last_dims(lambda step: len(step.given["pad"]) // 2)),
@@ -416,10 +511,16 @@ _RULES: dict[str, Rule] = {
             "native_layer_norm _fused_rms_norm",
             _last_dims(lambda step: len(step.given["normalized_shape"])),
         ),
-        ("cat gather scatter scatter_add scatter_reduce", _besides_dim),
+        ("cat gather scatter scatter_reduce slice_scatter linalg_cross", _besides_dim),
+        ("index_add scatter_add", _add_by_index),
+        ("_linalg_solve_ex", _solve),
+        ("_cdist_forward", _distances),
+        ("_trilinear", _trilinear),
+        ("rrelu_with_noise rrelu_with_noise_functional", _rrelu),
         ("index index_select embedding", _index_by_tensors),
         ("mm addmm bmm baddbmm mv dot", _product),
-        ("convolution native_group_norm", _of_batch),
+        ("convolution", _convolution),
+        ("native_group_norm", _of_batch),
         (
             "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
             "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
@@ -432,9 +533,11 @@ _RULES: dict[str, Rule] = {
             _batch_norm,
         ),
         (
-            "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss",
+            "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss "
+            "binary_cross_entropy_with_logits",
             _loss,
         ),
+        ("multi_margin_loss", _margin_loss),
         ("nll_loss_forward nll_loss2d_forward", _nll_loss),
     )
     for name in names.split()

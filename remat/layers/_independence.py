@@ -381,7 +381,7 @@ def _state_after_step(
     elif value.op is operators.constant:
         found = [Alike()]
     elif _is_fill(value) and all(isinstance(each, Alike) for each in states[1:]):
-        found = [Alike(EVERY_DIM)]
+        found = [Alike(EVERY_DIM, is_zero=bare_name(value.op) in _ZEROS)]
     else:
         found = _states_by_rule(value, made, used, lengths)
     return found if isinstance(value.meta, tuple) else found[0]
@@ -440,6 +440,7 @@ def _is_fill(value: Value) -> bool:
 
 
 _BY_TENSOR = torch.ops.aten.bernoulli.Tensor
+_ZEROS = ("zeros", "new_zeros", "zeros_like")
 _FILLS = re.compile(
     r"(new_)?(zeros|ones|full|empty|rand|randn|randint)(_like)?|scalar_tensor|fill"
 )

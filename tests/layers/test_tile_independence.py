@@ -24,6 +24,26 @@ def heads(x: Tensor) -> Tensor:
     return x.view(2, -1, 2, 2).transpose(1, 2)
 
 
+def outer(x: Tensor) -> Tensor:
+    return x[..., :, None] * x[..., None, :]
+
+
+def added_to(x: Tensor, place: Any, other: Tensor) -> Tensor:
+    """Changes a part of it in place."""
+    x[place].add_(other)
+    return x
+
+
+def groups(x: Tensor) -> Tensor:
+    """For each place one of two."""
+    return (x[..., 0] > 0).long().flatten()
+
+
+def of_each(x: Tensor) -> Tensor:
+    """The same for each channel."""
+    return groups(x)[:, None].expand(-1, 4)
+
+
 INDEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax over channels": lambda x: x.softmax(-1),
     "cumsum over channels": lambda x: x.cumsum(-1),
@@ -58,6 +78,20 @@ INDEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
     "vmap": torch.func.vmap(lambda row: row.softmax(-1)),
     "drawn": lambda x: x * 0 + random.normal(random.key(0), (4,)),
     "conv of each": lambda x: F.conv1d(x.reshape(-1, 1, 4), W[:1, None, :3], padding=1).view(x.shape),
+    "hardswish": F.hardswish,
+    "a slope for each channel": lambda x: F.prelu(x.mT, H[0, :]).mT,
+    "a mean slope": lambda x: F.rrelu(x, training=False),
+    "log sigmoid": F.logsigmoid,
+    "a kernel of one place": lambda x: F.conv1d(x.mT, W[:, :4, None], W[:, 0]).mT,
+    "a kernel of one row": lambda x: F.conv2d(x[:, None], W[:1, None, None, :3], padding=(0, 1))[:, 0],
+    "transposed, of one place": lambda x: F.conv_transpose1d(x.mT, W[:, :4, None]).mT,
+    "bilinear": lambda x: F.bilinear(x, x.exp(), W.view(2, 4, 4).repeat(2, 1, 1)),
+    "cross product": lambda x: torch.linalg.cross(x[..., :3], x[..., 1:]).repeat(1, 1, 2)[..., :4],
+    "solved": lambda x: torch.linalg.solve(outer(x) + 9 * torch.eye(4), x),
+    "solved for columns": lambda x: torch.linalg.solve(outer(x) + 9 * torch.eye(4), H[:4])[..., 0],
+    "matrix exponential": lambda x: torch.linalg.matrix_exp(outer(x)).sum(-1),
+    "distances in each": lambda x: torch.cdist(outer(x), H).sum(-1),
+    "written to other channels": lambda x: added_to(x.clone(), (..., slice(1, None)), x[..., :-1]),
 }  # fmt: skip
 
 
@@ -147,6 +181,23 @@ DEPENDENT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
             x.reshape(1, 1, -1, 4), H.expand(1, 1, 8, 4), H.expand(1, 1, 8, 4), is_causal=True
         ).view(x.shape),
         "scaled_dot_product",
+    ),
+    "a kernel of one place that strides": (
+        lambda x: x + F.conv1d(x.mT, W[:, :4, None], stride=2).sum(-1)[:, None], "conv1d",
+    ),
+    "a kernel of one place beside padding": (
+        lambda x: F.conv1d(x.mT, W[:, :4, None], W[:, 0], padding=1).mT[:, :-2], "conv1d",
+    ),
+    "solved along it": (
+        lambda x: torch.linalg.solve(torch.ones(x.shape[1], x.shape[1]).double().tril(), x), "linalg_solve|tril",
+    ),
+    "distances to others": (lambda x: torch.cdist(x, H[None, :, :4]).sum(-1, True) + x.cumsum(1), "cdist|cumsum"),
+    "distances of all pairs": (lambda x: torch.cdist(x, x.exp())[..., :1] + x, "cdist"),
+    "written to the next place": (
+        lambda x: added_to(x.clone(), (slice(None), slice(1, None)), x[:, :-1]), "getitem",
+    ),
+    "sums of groups": (
+        lambda x: x * torch.zeros(2, 4, dtype=torch.float64).index_add(0, groups(x), x.flatten(0, 1)).sum(0), "mul",
     ),
     "a captured key": (
         lambda x: random.dropout(random.key(0), x, 0.5), "dropout|mul|random",
@@ -357,6 +408,31 @@ def test_functions_of_one_code_are_judged_each_by_itself():
         (lambda x: 1 / x.mean(), "mean"),
         (lambda x: x.amax(), "sum"),
         (lambda x: x.sum() * x.sum(), "sum"),
+        (lambda x: F.linear(x.sum((0, 1)), H, H[:, 0]), "sum"),
+        (lambda x: torch.stack([x.sum(), W.sum()]), "sum"),
+        (lambda x: torch.stack([x.sum(), x.mean()]), "sum"),
+        (lambda x: W[:2, :4].index_add(0, groups(x), x.flatten(0, 1)), "sum"),
+        (
+            lambda x: torch.ones(2, 4, dtype=torch.float64).scatter_add(
+                0, of_each(x), x.flatten(0, 1)
+            ),
+            "sum",
+        ),
+        (
+            lambda x: (
+                torch.zeros(2, 4)
+                .double()
+                .scatter_add(
+                    0, torch.zeros(2, 4, dtype=torch.int64), x.detach().flatten(0, 1)
+                )
+            ),
+            "sum",
+        ),
+        (
+            lambda x: F.multi_margin_loss(x[0, :, 0], torch.tensor(0), reduction="sum"),
+            "sum",
+        ),
+        (lambda x: F.binary_cross_entropy_with_logits(x, x * 0), "sum"),
     ],
 )
 def test_what_is_no_sum_or_mean_is_refused(f: Callable[[Tensor], Tensor], reduce: Any):
@@ -375,6 +451,49 @@ def test_what_is_no_sum_or_mean_is_refused(f: Callable[[Tensor], Tensor], reduce
         (lambda x: F.mse_loss(x, torch.zeros_like(x)), "mean"),
         (lambda x: F.mse_loss(x, torch.zeros_like(x), reduction="sum"), "sum"),
         (lambda x: W.sum(), "mean"),
+        (lambda x: x.sum((0, 1)) @ W, "sum"),
+        (lambda x: torch.dot(x.mean((0, 1)), H[0]), "mean"),
+        (
+            lambda x: F.binary_cross_entropy_with_logits(
+                x, x.sigmoid(), reduction="sum"
+            ),
+            "sum",
+        ),
+        (
+            lambda x: F.binary_cross_entropy_with_logits(x, x * 0, pos_weight=H[0]),
+            "mean",
+        ),
+        (
+            lambda x: torch.zeros(2, 4, dtype=torch.float64).index_add(
+                0, groups(x), x.flatten(0, 1)
+            ),
+            "sum",
+        ),
+        (
+            lambda x: torch.zeros(2, 4, dtype=torch.float64).scatter_add(
+                0, of_each(x), x.flatten(0, 1)
+            ),
+            "sum",
+        ),
+        (
+            lambda x: torch.zeros(2).index_add(
+                0, groups(x), torch.ones(len(groups(x)))
+            ),
+            "sum",
+        ),
+        (lambda x: torch.stack([x.sum(), x.cos().sum()]), "sum"),
+        (lambda x: torch.cat([x.mean((0, 1)), W[0]]), "mean"),
+        (lambda x: (x > 0).count_nonzero(), "sum"),
+        (
+            lambda x: F.multi_margin_loss(x.flatten(0, 1), groups(x), reduction="sum"),
+            "sum",
+        ),
+        (
+            lambda x: F.multi_margin_loss(
+                x.flatten(0, 1), groups(x), weight=H[0].abs()
+            ),
+            "mean",
+        ),
     ],
 )
 def test_what_is_a_sum_or_mean_runs(f: Callable[[Tensor], Tensor], reduce: Any):
