@@ -325,21 +325,23 @@ def _besides_dim(step: AxisStep) -> None:
 
 def _add_by_index(step: AxisStep) -> Total | None:
     """Adds to rows that an index names; over the axis that is a sum, if they begin as zeros."""
-    source = step.by_name["source" if step.name == "index_add" else "src"]
+    is_scatter = step.name == "scatter_add"
+    source = step.by_name["src" if is_scatter else "source"]
     dim = step.given["dim"] % max(len(source.meta.shape), 1)
-    pairs = [(step.by_name["index"], 0 if step.name == "index_add" else dim)]
-    pairs.append((source, dim))
-    is_there = all(
-        place in each.sized and (each.is_alike or each.state == Along(place, 1))
+    pairs = [(step.by_name["index"], dim if is_scatter else 0), (source, dim)]
+    # Unlike lengths: of the longer one only a part is read.
+    is_there = len({each.lengths(place) for each, place in pairs}) == 1 and all(
+        place in each.sized
+        and (not isinstance(each.state, Along) or each.state.dim == place)
         for each, place in pairs
     )
     base = step.by_name["self"].state
-    is_summed = is_there and len({each.lengths(place) for each, place in pairs}) == 1
-    if is_summed and isinstance(base, Alike) and base.is_zero and not step.out.sized:
+    begins_as_zeros = isinstance(base, Alike) and base.is_zero
+    if is_there and begins_as_zeros and not step.out.sized:
         return Total.SUM
-    if step.name == "index_add":
-        raise MixesError("it adds to rows that are not zero, or that the axis has.")
-    return _besides_dim(step)
+    if is_scatter:
+        return _besides_dim(step)
+    raise MixesError("it adds to rows that are not zero, or that the axis has.")
 
 
 def _bucketize(step: AxisStep) -> None:

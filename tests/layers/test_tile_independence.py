@@ -502,6 +502,15 @@ def test_what_is_a_sum_or_mean_runs(f: Callable[[Tensor], Tensor], reduce: Any):
     assert_close(cut(X), f(X))
 
 
+def test_sums_of_groups_where_the_axis_is_merged_with_others():
+    def f(x: Tensor) -> Tensor:
+        rows = torch.zeros(2, 4, dtype=torch.float64)
+        return rows.index_add(0, groups(x), x.flatten(0, 1))
+
+    assert_close(tiled(f, "s (tile n) d ->", tiles=3)(X), f(X))
+    assert_close(tiled(f, "(tile n) s d ->", tiles=2)(X), f(X))
+
+
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_cross_entropy_is_a_sum(reduction: str):
     def f(x: Tensor, targets: Tensor) -> Tensor:
