@@ -12,13 +12,14 @@ References:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 from torch import Tensor
 
 from remat._graph.meta import TensorMeta
 from remat.random import fold_in, uniform
+from remat.random._philox import as_int64
 from remat.storage._argument_checks import refuse, require_count, require_type
 from remat.storage._bits import pack, unpack
 from remat.storage._contract import AbstractStorage, rehearsed
@@ -28,10 +29,11 @@ _BITS = (8, 4, 2)
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Quantize(AbstractStorage):
     """Keeps the value as integers, with one scale for each group of numbers.
 
+    Groups are consecutive numbers of one example, where `vmap(grad)` maps the region.
     A group's minimum and step are kept in bfloat16 (in float64 for float64). They are
     rounded first, so that the levels still enclose the group's numbers; then the
     numbers are rounded.
@@ -39,15 +41,14 @@ class Quantize(AbstractStorage):
     Laws: lossy; each number comes back within one step of its group, or half a step if
     `stochastic` is off; a group with an infinity or nan comes back as nan; booleans
     come back exactly, from one bit each; integers and complex numbers are kept
-    unchanged, and so are values that would need no fewer bytes. Two instances are equal
-    if their numbers are, and if they hold the same key object: a key is a tensor, and
-    tensors have no cheap equality.
+    unchanged, and so are values that would need no fewer bytes.
 
     Args:
         bits: the bits of one number: 8, 4 or 2.
         group_size: how many numbers share a scale.
         stochastic: whether numbers are rounded at random, unbiased.
-        key: the key of `remat.random` for the random rounding; None if it is off.
+        key: the key of `remat.random` for the random rounding, or its two numbers, as
+            which it is kept; None if it is off.
 
     Raises:
         TypeError: an argument is of another type.
@@ -62,7 +63,7 @@ class Quantize(AbstractStorage):
     bits: int
     group_size: int = 256
     stochastic: bool = False
-    key: torch.Tensor | None = None
+    key: torch.Tensor | tuple[int, ...] | None = None
 
     is_exact: ClassVar[bool] = False
 
@@ -70,54 +71,67 @@ class Quantize(AbstractStorage):
         """Quantizes floating numbers, packs booleans, keeps other values."""
         if value.dtype is torch.bool:
             return _in_one_bit(value)
-        num_groups = -(-value.numel() // self.group_size)
-        size_bytes = -(-value.numel() * self.bits // 8)
-        size_bytes += 2 * num_groups * _scale_dtype(value).itemsize
-        if not value.dtype.is_floating_point or size_bytes >= value.nbytes:
+        added = place.mapped_in(value)
+        first = tuple(range(len(added)))
+        examples = value.movedim(added, first)
+        shape = examples.shape
+        count = shape[: len(added)].numel()
+        size = value.numel() // max(count, 1)
+        size_bytes = -(-size * self.bits // 8)
+        size_bytes += 2 * -(-size // self.group_size) * _scale_dtype(value).itemsize
+        is_smaller = size_bytes < size * value.itemsize
+        if not value.dtype.is_floating_point or not value.numel() or not is_smaller:
             return Stored.whole(value)
-        return self._in_groups(value, place.index)
+        stored = self._in_groups(examples.reshape(count, size), place.index)
 
-    def _in_groups(self, value: Tensor, index: int) -> Stored:
-        """The packed numbers, the steps and the minima of the groups."""
-        kept = _scale_dtype(value)
+        def decode(parts: Sequence[Tensor]) -> Tensor:
+            decoded = stored.decode(parts).view(shape)
+            return decoded.movedim(first, added).contiguous()
+
+        return Stored(stored.parts, decode)
+
+    def _in_groups(self, examples: Tensor, index: int) -> Stored:
+        """The packed numbers, the steps and the minima of the groups of each row."""
+        kept, levels = _scale_dtype(examples), 2**self.bits - 1
         wide = torch.float64 if kept is torch.float64 else torch.float32
-        rows = self._rows(value.reshape(-1).to(wide))
+        # Of quarters, the ranges of groups and what is computed from them are finite.
+        rows = self._rows(examples.to(wide) * 0.25)
         low, high = rows.aminmax(dim=1, keepdim=True)
         low = _rounded_down(low, kept)
-        levels = 2**self.bits - 1
-        # In double precision, where the difference of two single numbers is finite.
         step = -_rounded_down(-(high.double() - low.double()) / levels, kept)
-        places = (rows.double() - low.double()) / step.double()
+        places = (rows.double() - low.double()).div_(step.double())
         places = torch.where(step > 0, places, 0.0)
         if self.key is None:
             places = places.round_()
         else:
-            key = fold_in(self.key, index)
+            key = fold_in(_key_of(self.key, places.device), index)
             draws = uniform(key, places.shape, dtype=places.dtype)
             places = places.add_(draws).floor_()
         numbers = places.clamp_(0, levels).nan_to_num_().to(torch.uint8)
-        packed = pack(numbers.view(-1)[: value.numel()], self.bits)
+        (count, size), dtype = examples.shape, examples.dtype
+        packed = pack(numbers.view(count, -1)[:, :size].reshape(-1), self.bits)
         if packed.untyped_storage().nbytes() > packed.nbytes:
             packed = packed.clone()  # a view would keep the padding of the row too
-        shape, dtype = value.shape, value.dtype
 
         def decode(parts: Sequence[Tensor]) -> Tensor:
             packed, step, low = parts
-            numbers = self._rows(unpack(packed, self.bits, shape.numel()).to(wide))
-            decoded = numbers.mul_(step.to(wide)).add_(low.to(wide))
+            numbers = unpack(packed, self.bits, count * size).view(count, size)
+            rows = self._rows(numbers.to(wide))
+            decoded = rows.mul_(step.to(wide)).add_(low.to(wide))
             # The highest level may lie above the highest number.
             range_ = torch.finfo(dtype)
-            decoded = decoded.clamp_(range_.min, range_.max)
-            return decoded.view(-1)[: shape.numel()].view(shape).to(dtype)
+            decoded = decoded.clamp_(range_.min / 4, range_.max / 4).mul_(4)
+            return decoded.view(count, -1)[:, :size].to(dtype).contiguous()
 
         return Stored((packed, step, low), decode)
 
-    def _rows(self, flat: Tensor) -> Tensor:
-        """Groups as rows; the last row is padded with its last number."""
-        missing = -flat.numel() % self.group_size
+    def _rows(self, examples: Tensor) -> Tensor:
+        """Groups as rows; the last of an example is padded with its last number."""
+        missing = -examples.shape[1] % self.group_size
         if missing:
-            flat = torch.cat([flat, flat[-1:].expand(missing)])
-        return flat.view(-1, self.group_size)
+            last = examples[:, -1:].expand(-1, missing)
+            examples = torch.cat([examples, last], dim=1)
+        return examples.view(-1, self.group_size)
 
     def held(self, meta: TensorMeta) -> Held:
         """What waits, for which the key does not matter; it has numbers."""
@@ -139,7 +153,7 @@ class Quantize(AbstractStorage):
         require_type(
             "Quantize(key=...)",
             self.key,
-            (torch.Tensor, type(None)),
+            (torch.Tensor, tuple, type(None)),
             wanted="a key of `remat.random`, or None",
         )
         if self.stochastic and self.key is None:
@@ -156,16 +170,10 @@ class Quantize(AbstractStorage):
                 why="Without `stochastic=True` the key would have no effect.",
                 do="Pass `stochastic=True`, or no key.",
             )
-
-    def __eq__(self, other: object) -> bool:
-        """Whether the numbers are equal and the keys are the same object."""
-        return isinstance(other, Quantize) and self._fields() == other._fields()
-
-    def __hash__(self) -> int:
-        return hash(self._fields())
-
-    def _fields(self) -> tuple[int, int, bool, int]:
-        return self.bits, self.group_size, self.stochastic, id(self.key)
+        if isinstance(self.key, Tensor):
+            # Numbers compare, hash and pickle.
+            numbers: list[int] = cast("Any", self.key.flatten()).tolist()
+            object.__setattr__(self, "key", tuple(numbers))
 
 
 def _in_one_bit(value: Tensor) -> Stored:
@@ -177,16 +185,21 @@ def _in_one_bit(value: Tensor) -> Stored:
     )
 
 
+def _key_of(numbers: Tensor | tuple[int, ...], device: torch.device) -> Tensor:
+    """A key of such numbers, made on a device that nothing waits for."""
+    words = [torch.full((), as_int64(int(each)), device=device) for each in numbers]
+    return torch.stack(words).view(torch.uint64)
+
+
 def _scale_dtype(value: Tensor) -> torch.dtype:
     """The dtype in which the minima and steps of a value's groups are kept."""
     return torch.float64 if value.dtype is torch.float64 else torch.bfloat16
 
 
 def _rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The minima of groups as `dtype`: rounded, never up, and finite where the number is."""
+    """The minima of groups as `dtype`: rounded, never up; nan where not finite."""
     rounded = numbers.to(dtype)
     is_above = rounded.to(numbers.dtype) > numbers
     lower = torch.nextafter(rounded, torch.full_like(rounded, -torch.inf))
     rounded = torch.where(is_above, lower, rounded)
-    lowest = torch.finfo(dtype).min
-    return torch.where(numbers.isfinite(), rounded.clamp(min=lowest), torch.nan)
+    return torch.where(numbers.isfinite(), rounded, torch.nan)

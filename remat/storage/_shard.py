@@ -54,8 +54,9 @@ class Shard(AbstractStorage):
     Laws: exact if the value is the same on all ranks of the mesh. Each of t ranks keeps
     ceil(n / t) of n elements; with a pattern, the axis that it cuts has length
     ceil(length / t). Axes are the value's own, without dimensions that `vmap(grad)`
-    adds. A replicated DTensor is sharded too and comes back as a DTensor; one that is
-    already sharded along this mesh is kept unchanged.
+    adds; under `grad(vmap)` it has them, and `...` in a pattern stands for any axes. A
+    replicated DTensor is sharded too and comes back as a DTensor; one that is already
+    sharded along this mesh is kept unchanged.
 
     Args:
         mesh: a mesh of one dimension, as in `mesh["tp"]`.

@@ -49,6 +49,15 @@ class Place:
         """The place of this rank's part of a DTensor."""
         return dataclasses.replace(self, spread=spread)
 
+    def mapped_in(self, value: Tensor) -> tuple[int, ...]:
+        """The dimensions that vmap added, of what `store` sees.
+
+        None are known of what an earlier storage of a chain made with other dimensions.
+        """
+        order = self.order or ()
+        is_users = len(order) == value.dim()
+        return tuple(k for k, dim in enumerate(order) if is_users and dim is None)
+
 
 FIRST = Place()
 

@@ -297,7 +297,11 @@ def check_patterns_leave_out_what_vmap_adds(mesh: Any) -> None:
         torch.testing.assert_close(
             per_example(region, x, depth), per_example(curve, x, depth)
         )
+    dotted = policies.save_only_these_names("mid").stored(Shard(mesh, "... (tp seq) d"))
+    dotted_region = remat(curve, policy=dotted)
     value = torch.randn(5, 7, 3)
+    batched = torch.func.grad(lambda x: torch.func.vmap(dotted_region)(x).sum())(value)
+    torch.testing.assert_close(batched, per_example(curve, value, 1))
     stored = pattern.store(value, Place(order=(None, 0, 1)))
     assert stored.tensors[0].shape == (5, math.ceil(7 / mesh.size()), 3)
     assert torch.equal(stored.restore(), value)

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remat import random, storage
+from remat import checkpoint_name, policies, random, remat, storage
+from remat._graph.meta import TensorMeta
 from remat._regions.waiting import Waiting, wait
 from remat.storage import Place, Stored
 
@@ -120,14 +121,65 @@ def test_a_group_with_a_bad_number_is_nan_throughout(bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str
 )
-def test_the_whole_range_stays_finite(dtype: torch.dtype) -> None:
-    """The largest numbers of a dtype of both signs."""
+@pytest.mark.parametrize(
+    "numbers", [(1, -1, 0, 0.99), (-1,), (1,), (-1, -0.999)], ids=str
+)
+def test_the_bound_of_a_group_at_the_ends_of_the_range(
+    dtype: torch.dtype, numbers: tuple[float, ...]
+) -> None:
+    """A group may span all of the range, or lie below the least number of the scales' dtype."""
     most = torch.finfo(dtype).max
-    value = torch.tensor([most, -most, 0.0], dtype=dtype)
+    value = torch.tensor(numbers, dtype=torch.float64).mul(most).to(dtype).repeat(64)
 
-    assert storage.Quantize(8).store(value).restore().isfinite().all()
+    found = storage.Quantize(8).store(value).restore()
+
+    # In parts of the largest number; a minimum is rounded by a part in 128 at most.
+    low, high = min(numbers), max(numbers)
+    step = (high - low + abs(low) / 128) / 255 * (1 + 1 / 128)
+    error = (found.double() / most - value.double() / most).abs()
+    assert (error <= step / 2 + 4 * torch.finfo(dtype).eps).all()
+
+
+def tanh_of_product(x: Tensor, w: Tensor) -> Tensor:
+    """The backward reads the product."""
+    return checkpoint_name(x @ w, "h").tanh().sum()
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (2, 0)], ids=str)
+@pytest.mark.parametrize("chained", [False, True], ids=["alone", "after a cast"])
+@pytest.mark.parametrize("group_size", [8, 256])
+def test_examples_of_a_vmap_share_no_group(
+    dims: tuple[int, ...], chained: bool, group_size: int
+) -> None:
+    """The gradient of each is that of a call of its own, next to much larger ones."""
+    how: storage.AbstractStorage = storage.Quantize(4, group_size)
+    how = storage.Cast(torch.float32) >> how if chained else how
+    policy = policies.save_only_these_names("h").stored(how)
+    alone = torch.func.grad(remat(tanh_of_product, policy=policy))
+    w = normal(5, 5, dtype=torch.float64)
+    examples = normal(*[3] * len(dims), 7, 5, seed=1, dtype=torch.float64)
+    examples *= 10.0 ** torch.arange(3).view(-1, *[1] * (examples.dim() - 1))
+
+    mapped, x = alone, examples
+    for level, dim in enumerate(reversed(dims)):
+        mapped = torch.func.vmap(mapped, (dim, None))
+        x = x.movedim(len(dims) - 1 - level, dim + len(dims) - 1 - level)
+    found = mapped(x, w).flatten(0, len(dims) - 1)
+
+    one_by_one = torch.stack([alone(x, w) for x in examples.flatten(0, len(dims) - 1)])
+    torch.testing.assert_close(found, one_by_one)
+
+
+def test_a_mapped_value_holds_no_more_than_its_examples() -> None:
+    """What is stated of one example bounds what each of several holds."""
+    how, examples = storage.Quantize(2, 16), normal(4, 7, 7)
+    waiting = wait(examples, how, Place(mapped=(0,)))
+    assert isinstance(waiting, Waiting)
+    stated = how.held(TensorMeta.of(examples[0])).size_bytes
+
+    assert 4 * (stated - 1) < waiting.stored.size_bytes <= 4 * stated
 
 
 def test_keys_and_places_draw_apart() -> None:
