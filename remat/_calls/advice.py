@@ -9,16 +9,19 @@ from torch import nn
 from remat import _captures
 from remat._calls.options import Settings
 from remat._calls.signature import CallSite
+from remat._graph.meta import TensorMeta
 from remat._partition.analysis import Analysis
 from remat._partition.budgets import no_remat_bytes
 from remat._partition.stages import Stages
 from remat._programs.program import Program
+from remat._regions.traced import TracedRegion
 from remat._torch.modules import hooks_for_all
 from remat._user_lines import warn_once
 from remat.policies import AbstractPolicy, everything_saveable, nothing_saveable
 from remat.policies._as_policy import is_of_users
 from remat.policies._by_kind import idle_storage, saves_nothing
 from remat.policies._by_op import bare_name
+from remat.storage import AbstractStorage
 
 _ATTENTION_BY_HAND = frozenset({"softmax", "multi_head_attention_forward"})
 _RERUN = 'use engine="rerun", which reads it at each call'
@@ -28,15 +31,22 @@ _matched: set[tuple[AbstractPolicy, str]] = set()
 
 
 def advise(
-    function: Hashable, settings: Settings, stages: Stages, program: Program, where: str
+    function: Hashable,
+    settings: Settings,
+    stages: Stages,
+    region: TracedRegion,
+    program: Program,
+    where: str,
 ) -> None:
     """Warns, once for each policy and `function`, of one that does less than expected."""
     policy = settings.policy
+    idle = [] if policy.is_whole else _idle_storages(stages, region)
     advice = [
         *_unmatched_globs(stages.analysis, policy),
         *_permits_nothing(stages, policy),
         *_saved_unread(stages, policy),
-        *_saves_no_memory(stages, policy),
+        *_saves_no_memory(stages, policy, idle),
+        *_leaves_all_alone(idle),
         *_without_effect(stages, policy, program, verify=settings.verify),
     ]
     for topic, what, why, do in advice:
@@ -157,11 +167,37 @@ def _has_read_sibling(analysis: Analysis, number: int, read: set[int]) -> bool:
     return False
 
 
-def _saves_no_memory(stages: Stages, policy: AbstractPolicy) -> _Advice:
+def _idle_storages(stages: Stages, region: TracedRegion) -> list[AbstractStorage]:
+    """The storages that leave each of their values as it is."""
+    values = stages.joint.graph.values
+    saved = [values[index].meta for index in stages.cut.saved]
+    given = [*zip(stages.storages, saved, strict=False)]
+    given += [(how, region.operands[index]) for index, how in region.inputs.items()]
+    found: dict[AbstractStorage, bool] = {}
+    for storage, meta in given:
+        if not storage.keeps and isinstance(meta, TensorMeta):
+            found[storage] = found.get(storage, True) and storage.leaves(meta)
+    return [storage for storage, is_idle in found.items() if is_idle]
+
+
+def _leaves_all_alone(idle: Sequence[AbstractStorage]) -> _Advice:
+    for storage in idle:
+        yield (
+            ("idle", storage),
+            f"the storage {storage!r} has no effect.",
+            "It leaves each value that it is given here as it is: of a dtype, of a size or "
+            "in a place with which it would save nothing.",
+            "Choose one that makes these values smaller or moves them, or leave it out.",
+        )
+
+
+def _saves_no_memory(
+    stages: Stages, policy: AbstractPolicy, idle: Sequence[AbstractStorage]
+) -> _Advice:
     # A budget that everything fits is met by saving everything; what waits in another form
     # is smaller, or elsewhere.
     is_meant = policy in (everything_saveable, nothing_saveable) or policy.is_whole
-    if is_meant or stages.storages:
+    if is_meant or not all(how.keeps or how in idle for how in stages.storages):
         return
     saved, plain = stages.saved_bytes, no_remat_bytes(stages.analysis)
     if plain > 0 and saved >= plain:

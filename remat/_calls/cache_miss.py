@@ -66,7 +66,8 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
     captured = traced.captured
     region = _compiled_region(function, site, options, stages, names, captured)
     program = region.forward(site.roots, save=True).program
-    advise(_captures.code_key(site.function), settings, stages, program, options.where)
+    code, where = _captures.code_key(site.function), options.where
+    advise(code, settings, stages, region, program, where)
     advise_of_untold(site, traced.survey, covered, options.where)
     return _compiled_entry(traced, covered, stages, region, names)
 

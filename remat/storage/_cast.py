@@ -6,6 +6,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from remat._graph.meta import TensorMeta
 from remat.storage._argument_checks import refuse, require_type
 from remat.storage._contract import AbstractStorage
 from remat.storage._stored import FIRST, Place, Stored
@@ -55,3 +56,7 @@ class Cast(AbstractStorage):
         if not dtype.is_floating_point or dtype.itemsize <= self.dtype.itemsize:
             return Stored.whole(value)
         return Stored((value.to(self.dtype),), lambda parts: parts[0].to(dtype))
+
+    def leaves(self, meta: TensorMeta) -> bool:
+        """Whether the dtype is no wider floating one."""
+        return not self.held(meta).moved_bytes

@@ -103,6 +103,27 @@ class AbstractStorage(abc.ABC):
         """
         return rehearsed(self, meta)
 
+    def leaves(self, meta: TensorMeta) -> bool:
+        """Tells whether a value will wait as it is, and nothing else says so.
+
+        A region warns of a storage that leaves all of its values. Unless a class answers
+        otherwise, it is taken to leave none.
+
+        Args:
+            meta: as for `held`.
+
+        Returns:
+            Whether `store` keeps each value like this, whatever its numbers, without a word.
+
+        Example:
+            >>> import torch
+            >>> from remat import storage
+            >>> from remat._graph.values import TensorMeta
+            >>> storage.Cast(torch.float64).leaves(TensorMeta.of(torch.ones(2, 3)))
+            True
+        """
+        return False
+
     def __rshift__(self, other: "AbstractStorage") -> "Chain":
         """Chains storages: first this one, then `other` on what this one keeps.
 
@@ -187,6 +208,10 @@ class Chain(AbstractStorage):
                 break  # what the next link is given depends on the numbers
             found = _held_after(link, found, meta.device)
         return found
+
+    def leaves(self, meta: TensorMeta) -> bool:
+        """Whether every link does."""
+        return all(link.keeps or link.leaves(meta) for link in self.links)
 
     def store(self, value: Tensor, place: Place = FIRST) -> Stored:
         """Stores the value, then each resulting tensor."""

@@ -115,6 +115,10 @@ class Offload(AbstractStorage):
         away = dataclasses.replace(value, device=device)
         return Held((), (away,), _BUS * value.size_bytes)
 
+    def leaves(self, meta: TensorMeta) -> bool:
+        """Whether the value is of a size that stays; of its device `store` warns."""
+        return not self._takes(meta.once.size_bytes)
+
     def _takes(self, size_bytes: int) -> bool:
         most = size_bytes if self.max_bytes is None else self.max_bytes
         return size_bytes > 0 and self.min_bytes <= size_bytes <= most

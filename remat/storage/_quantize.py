@@ -137,6 +137,10 @@ class Quantize(AbstractStorage):
         """What waits, for which the key does not matter; it has numbers."""
         return rehearsed(Quantize(self.bits, self.group_size), meta)
 
+    def leaves(self, meta: TensorMeta) -> bool:
+        """Whether the value would need no fewer bytes."""
+        return not self.held(meta).moved_bytes
+
     def __post_init__(self) -> None:
         require_type("Quantize(bits=...)", self.bits, int, wanted="8, 4 or 2")
         if self.bits not in _BITS:

@@ -14,6 +14,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from remat._graph.meta import TensorMeta
 from remat.storage._argument_checks import refuse, require_type
 from remat.storage._bits import pack, unpack
 from remat.storage._contract import AbstractStorage
@@ -79,6 +80,10 @@ class Sparse(AbstractStorage):
             return Stored.whole(value)
         shape = value.shape
         return Stored(tuple(parts), lambda parts: _dense_from_sparse(parts, shape))
+
+    def leaves(self, meta: TensorMeta) -> bool:
+        """Whether the dtype is one that is kept."""
+        return not self.held(meta).moved_bytes
 
 
 def _bits_of_nonzeros(value: Tensor) -> Tensor:

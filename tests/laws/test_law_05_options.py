@@ -85,6 +85,51 @@ def test_a_storage_for_what_is_never_saved_says_so(waits: Any) -> None:
     )
 
 
+LOSSY = storage.Quantize(8)
+LEAVING = [
+    storage.Cast(torch.float64),
+    storage.Quantize(8, group_size=1),
+    storage.Offload(path=".", min_bytes=10**9),
+    storage.Cast(torch.float64) >> storage.Keep(),
+]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("how", LEAVING, ids=repr)
+def test_a_storage_that_leaves_all_its_values_alone_says_so(
+    how: storage.AbstractStorage,
+) -> None:
+    """Once, of inputs and of saved values; the latter save no memory, either."""
+
+    def f(x: Tensor) -> Tensor:
+        return checkpoint_name(x.sin(), "h").cos()
+
+    by_policy = remat(f, policy=names("h").stored(how))
+    of_inputs = remat(f, saved_inputs={"x": how})
+
+    useless, idle = warned(lambda: [by_policy(leaf()) for _ in range(2)])
+    (idle_too,) = warned(lambda: [of_inputs(leaf()) for _ in range(2)])
+
+    assert "saves no memory" in useless
+    for text in (idle, idle_too):
+        assert f"the storage {how!r} has no effect. It leaves each value" in text
+        assert text.endswith(
+            "makes these values smaller or moves them, or leave it out."
+        )
+
+
+@pytest.mark.contract
+def test_a_storage_that_takes_one_of_its_values_is_silent() -> None:
+    """Whole numbers beside others; of whole numbers alone it says so."""
+    region = remat(lambda x, i: x.sin().gather(0, i).sin(), saved_inputs=LOSSY)
+    of_index = remat(lambda x, i: x.gather(0, i).sin(), saved_inputs={"i": LOSSY})
+    index = torch.zeros(64, dtype=torch.long)
+
+    assert warned(lambda: region(leaf(64), index)) == []
+    (text,) = warned(lambda: of_index(leaf(64), index))
+    assert "has no effect" in text
+
+
 @pytest.mark.parametrize(
     "saved_inputs", [storage.Keep(), {"x": storage.Keep()}], ids=["for_all", "by_path"]
 )
