@@ -13,7 +13,7 @@ from remat._calls.signature import Statics
 from remat._errors import PolicyError, explain, refusal, require_choice
 from remat.policies import AbstractPolicy, Value, as_policy, nothing_saveable
 from remat.storage import AbstractStorage, Keep
-from remat.storage._argument_checks import require_count, require_type
+from remat.storage._argument_checks import require_count, require_hash, require_type
 
 PolicyLike = AbstractPolicy | Callable[[Value], Any] | None
 SavedInputs = AbstractStorage | Mapping[str, AbstractStorage] | None
@@ -294,4 +294,5 @@ def inputs_for(saved_inputs: SavedInputs) -> InputStorages:
     )
     for storage in (*(storage for _, storage in found.each), found.others):
         require_type(where, storage, AbstractStorage, wanted=wanted)
+        require_hash(where, storage)
     return found

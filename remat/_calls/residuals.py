@@ -15,6 +15,7 @@ from remat._regions.waiting import twin_key
 from remat._torch import dtensor
 from remat._torch.tensors import memory_of
 from remat.storage import AbstractStorage, Keep, Place, densely
+from remat.storage._contract import held_in
 
 
 @final
@@ -82,7 +83,7 @@ def residuals_of(
         value = values[index]
         meta = value.meta
         assert isinstance(meta, TensorMeta)
-        size_bytes, op = storage.held(meta).size_bytes, operators.made_by(value, values)
+        op, size_bytes = operators.made_by(value, values), held_in(storage, meta).size_bytes
         if path:
             new = _memory(operands[index], storage, size_bytes)
             size_bytes = sum(new[key] for key in new.keys() - counted)
@@ -114,9 +115,8 @@ def _memory(
     """What an operand holds while it waits, by what others that hold the same have, too."""
     if storage.keeps:
         return memory_of([operand])
-    part = (
-        operand if dtensor.placement(operand) is None else dtensor.local_part(operand)
-    )
+    is_spread = dtensor.placement(operand) is not None
+    part = dtensor.local_part(operand) if is_spread else operand
     dense, place, order = densely(part, Place())
     key = None if order is None else twin_key(dense, storage, place)
     return {key or id(operand): size_bytes}

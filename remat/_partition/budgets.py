@@ -35,6 +35,7 @@ from remat.planners import Option, Problem, Solution, Step, solve_cut
 from remat.policies import Budget, Save, Value
 from remat.policies._budget import Peak
 from remat.storage import AbstractStorage
+from remat.storage._contract import held_in
 
 _RESERVE = Fraction(1, 10)
 
@@ -161,7 +162,7 @@ def model_of(
         number, meta = analysis.numbers[member], graph.values[waiting[member]].meta
         assert isinstance(meta, TensorMeta)
         item = Item(number, storages(analysis.views[number]))
-        held = [storage.held(meta) for storage in item.storages]
+        held = [held_in(storage, meta) for storage in item.storages]
         if held:
             item_of[member] = len(items)
             items.append(item)

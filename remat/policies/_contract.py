@@ -21,6 +21,7 @@ from remat._errors import PolicyError, refusal
 from remat._graph.operators import short_name
 from remat.policies._sizes import show_size
 from remat.storage import AbstractStorage, Keep
+from remat.storage._argument_checks import require_hash
 
 
 @final
@@ -416,8 +417,9 @@ def policy_name(policy: object) -> str:
 
 
 def require_storage(storage: object, where: str) -> None:
-    """Raises PolicyError unless `storage` is a storage value."""
+    """Raises unless `storage` is a storage value that hashes."""
     if isinstance(storage, AbstractStorage):
+        require_hash(where, storage)
         return
     is_class = isinstance(storage, type) and issubclass(storage, AbstractStorage)
     shown = storage.__name__ if isinstance(storage, type) else repr(storage)

@@ -28,6 +28,20 @@ def refuse(argument: str, answer: object, *, why: str, do: str) -> ValueError:
     return refusal(ValueError, where=argument, what=what, why=why, do=do)
 
 
+def require_hash(argument: str, answer: object) -> None:
+    """Raises TypeError unless `answer` can be hashed."""
+    try:
+        hash(answer)
+    except TypeError as error:
+        raise refusal(
+            TypeError,
+            where=argument,
+            what=f"got {answer!r}, which cannot be hashed.",
+            why="Traced programs are looked up by their options.",
+            do="Give its class `__hash__` beside `__eq__`, as a frozen dataclass has.",
+        ) from error
+
+
 def require_count(argument: str, answer: int, *, at_least: int) -> None:
     """Raises unless `answer` is an int, no bool, and not below `at_least`."""
     require_type(argument, answer, int, wanted=f"an int of at least {at_least}")

@@ -46,7 +46,8 @@ class AbstractStorage(abc.ABC):
     is the code that makes the value; `(a >> b) >> c == a >> (b >> c)`.
 
     Attributes:
-        is_exact: whether values come back to the last bit.
+        is_exact: whether values come back to the last bit; a class that does not say so
+            is taken for a lossy one.
         keeps: whether every value waits as it is, so that nothing has to be done.
 
     Example:
@@ -57,7 +58,7 @@ class AbstractStorage(abc.ABC):
 
     __slots__ = ()
 
-    is_exact: ClassVar[bool]
+    is_exact: ClassVar[bool] = False
     keeps: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -238,7 +239,7 @@ def _held_after(link: AbstractStorage, before: Held, home: torch.device) -> Held
     """What is held when a link of a chain has stored each tensor of a value from `home`."""
     here: list[TensorMeta] = []
     away: list[TensorMeta] = []
-    links = [link.held(part) for part in (*before.here, *before.away)]
+    links = [held_in(link, part) for part in (*before.here, *before.away)]
     for place, found in enumerate(links):
         if place < len(before.here) or found.moved_bytes:
             # What is made of a file's numbers is in memory again.
@@ -325,16 +326,37 @@ def _require_stored(storage: AbstractStorage, found: object) -> None:
     else:
         parts = cast("Sequence[object]", found.parts)
         wrong = [each for each in parts if not isinstance(each, (Tensor, Stored))]
-        if not wrong:
+        tensors = [each for each in parts if isinstance(each, Tensor)]
+        layouts = [each.layout for each in tensors if each.layout != torch.strided]
+        if not wrong and not layouts:
             return
-        what = f"returned Stored with a {type(wrong[0]).__name__} among its parts."
+        kind = type(wrong[0]).__name__ if wrong else f"{layouts[0]} tensor"
+        what = f"returned Stored with a {kind} among its parts."
     raise refusal(
         RematError,
         where=f"{type(storage).__name__}.store",
         what=what,
-        why="A stored value is a tuple of tensors and a function that decodes them.",
+        why="A stored value is a tuple of dense tensors and a function that decodes them.",
         do="Return Stored((part, ...), decode), or Stored.whole(value) for a value that "
         "is kept as it is.",
+    )
+
+
+def held_in(storage: AbstractStorage, meta: TensorMeta) -> Held:
+    """What a storage says that a value will hold.
+
+    Raises:
+        RematError: it says something else.
+    """
+    found: Any = storage.held(meta)
+    if isinstance(found, Held):
+        return found
+    raise refusal(
+        RematError,
+        where=f"{type(storage).__name__}.held",
+        what=f"returned {type(found).__name__}, not `storage.Held`.",
+        why="Plans, reports and `saved_residuals` count what it says.",
+        do="Return Held(here, away), or Held.whole(meta) for a value that is kept as it is.",
     )
 
 
@@ -347,7 +369,7 @@ def rehearsed(storage: AbstractStorage, meta: TensorMeta) -> Held:
         dense, place, order = densely(value.empty(), place)
         try:
             waiting = stored_in(storage, dense, place).tensors
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             if not fakes.lacking(error):
                 raise
             return Held((value,), moved_bytes=2 * value.size_bytes, is_bound=True)

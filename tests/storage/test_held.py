@@ -46,6 +46,17 @@ class Largest(AbstractStorage):
         return Stored((value.half(),), lambda parts: parts[0].to(value.dtype))
 
 
+@dataclass(frozen=True)
+class Copying(AbstractStorage):
+    """A user's storage that writes to a tensor of its own, which fake tensors refuse."""
+
+    def store(self, value: Tensor, place: Place = FIRST) -> Stored:
+        return Stored((BUFFER.copy_(value).clone(),), lambda parts: parts[0])
+
+
+BUFFER = torch.zeros(6, 7)
+
+
 # `streams` is made for an accelerator, of which there is none here.
 EACH = {name: each for name, each in STORAGES.items() if name != "streams"} | {
     "halves": Halves(),
@@ -138,6 +149,7 @@ def test_a_storage_that_sees_numbers_is_counted_whole() -> None:
     assert Largest().held(meta).is_bound
     for how in (
         Largest(),
+        Copying(),
         Largest() >> Cast(torch.bfloat16),
         storage.Sparse() >> Largest(),
     ):

@@ -289,6 +289,10 @@ CARELESS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda value: Stored(value.clone(), lambda parts: parts[0]),  # type: ignore[arg-type]
         r"returned Stored with a Tensor in place of parts",
     ),
+    "sparse parts": (
+        lambda value: Stored((value.to_sparse(),), lambda parts: parts[0].to_dense()),
+        r"returned Stored with a torch\.sparse_coo tensor among its parts\. .* dense",
+    ),
     "other parts": (
         lambda value: Stored((value.cpu().numpy(),), lambda parts: value),  # type: ignore[arg-type]
         r"returned Stored with a ndarray among its parts",
@@ -318,3 +322,64 @@ def test_a_storage_that_breaks_its_contract_is_told_so(
 
     with pytest.raises(RematError, match=text):
         region(x * 1).cos().sum().backward()
+
+
+class Silent(AbstractStorage):
+    """A storage of the user's own that says nothing of what it promises."""
+
+    def store(self, value: Tensor, place: Place = FIRST) -> Stored:
+        return Stored((value.half(),), lambda parts: parts[0].float())
+
+
+class Stating(Silent):
+    """One whose `held` returns nothing."""
+
+    def held(self, meta: Any) -> Any:
+        return None
+
+
+@dataclass
+class Unhashable(Silent):
+    """One with `__eq__` and no `__hash__`."""
+
+
+def sines(x: Tensor) -> Tensor:
+    """A named value, and one that reads it."""
+    return checkpoint_name(x.sin(), "h").exp().sum()
+
+
+def test_a_storage_that_says_nothing_is_taken_for_a_lossy_one():
+    """The backward runs, and nothing is compared to the last bit."""
+    policy = policies.save_only_these_names("h").stored(Silent())
+    x = torch.randn(2, 5, requires_grad=True)
+
+    remat(sines, policy=policy, verify=True)(x).backward()
+
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, x.cos() * x.sin().exp(), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("is_link", [False, True], ids=["alone", "in a chain"])
+def test_what_is_held_is_checked(is_link: bool):
+    """The error says what `held` returned, and what it has to return."""
+    how = Keep() >> Stating() if is_link else Stating()
+    policy = policies.save_only_these_names("h").stored(how)
+    look = remat(sines, policy=policy).saved_residuals
+
+    with pytest.raises(
+        RematError, match=r"^Stating\.held: returned NoneType, not `storage"
+    ):
+        look(torch.randn(2, 5, requires_grad=True))
+
+
+def test_a_storage_that_cannot_be_hashed_is_refused():
+    """Wherever it is given, before anything is looked up by it."""
+    text = r"which cannot be hashed\. Traced .* Give its class `__hash__` beside"
+
+    with pytest.raises(TypeError, match=r"^Save\(storage=\.\.\.\): got .*" + text):
+        policies.Save(Unhashable())
+    with pytest.raises(TypeError, match=r"\.stored\(\.\.\.\): got .*" + text):
+        policies.everything_saveable.stored(Unhashable())
+    for inputs in (Unhashable(), {"x": Unhashable()}):
+        with pytest.raises(TypeError, match=r"^remat\(saved_inputs.*" + text):
+            remat(sines, saved_inputs=inputs)

@@ -22,7 +22,8 @@ from remat._regions.protocol import Explained
 from remat.policies import Save
 from remat.reporting._measure.step import Node
 from remat.reporting._measure.watch import ProgramRun
-from remat.storage import AbstractStorage, Held, Keep
+from remat.storage import Held, Keep
+from remat.storage._contract import held_in
 
 
 @final
@@ -104,7 +105,7 @@ class RegionTrace:
         self._model = model_of(self.analysis, lambda _: (Keep(),), work_of)
         # The classes that may be saved, and that are recomputed if nothing is.
         self.choices = tuple(item.number for item in self._model.items)
-        self._held_in = functools.cache(_held_in)
+        self._held_in = functools.cache(held_in)
 
     @property
     def outcome(self) -> Effect:
@@ -301,7 +302,3 @@ def work_of(graph: Graph, index: int) -> int:
     return step_flops(graph, value) or sum(
         meta.size_bytes // meta.dtype.itemsize for meta in metas_in(value.meta)
     )
-
-
-def _held_in(storage: AbstractStorage, meta: TensorMeta) -> Held:
-    return storage.held(meta)
