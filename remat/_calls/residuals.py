@@ -76,6 +76,7 @@ def residuals_of(
     analysis, values = stages.analysis, stages.joint.graph.values
     found = read or stages.cut
     reason = "a value that the backward reads" if read else region.policy.reason
+    counted: set[Hashable] = set()
 
     def residual(
         index: int, storage: AbstractStorage, name: str, path: str, why: str
@@ -83,7 +84,8 @@ def residuals_of(
         value = values[index]
         meta = value.meta
         assert isinstance(meta, TensorMeta)
-        op, size_bytes = operators.made_by(value, values), held_in(storage, meta).size_bytes
+        op = operators.made_by(value, values)
+        size_bytes = held_in(storage, meta).size_bytes
         if path:
             new = _memory(operands[index], storage, size_bytes)
             size_bytes = sum(new[key] for key in new.keys() - counted)
@@ -91,8 +93,6 @@ def residuals_of(
             why += "" if size_bytes or not any(new.values()) else _AGAIN
         kind = (op, meta.shape, meta.dtype, size_bytes)
         return Residual(name, path, *kind, storage, value.source, why)
-
-    counted: set[Hashable] = set()
 
     residuals: list[Residual] = []
     for index in found.saved:
