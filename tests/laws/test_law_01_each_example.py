@@ -88,7 +88,7 @@ def test_what_no_example_reaches_is_not_mapped(argnums: int) -> None:
             return (of_both if argnums == 0 else of_one.sum()), of_one
 
         one = torch.func.grad(loss, argnums, has_aux=True)
-        dims = (0 if argnums == 0 else None, None)
+        dims: Any = (0 if argnums == 0 else None, None)
         return torch.func.vmap(one, (0, None), dims)(seeded(4, 3), seeded(3, seed=1))
 
     assert_close(run(remat(both)), run(both))
