@@ -144,6 +144,8 @@ class Pull(NamedTuple):
     outputs: tuple[int, ...]  # which of what the function returns have a cotangent
     wanted: tuple[int, ...]  # the operands whose gradient is asked for
     num_operands: int  # how many operands the function takes
+    #: Others that require a gradient, which the function may ask of them.
+    tracked: tuple[int, ...] = ()
 
 
 def pullback(function: Flat, pull: Pull, *, create_graph: bool = True) -> Flat:
@@ -154,7 +156,7 @@ def pullback(function: Flat, pull: Pull, *, create_graph: bool = True) -> Flat:
         cotangents = tensors[len(tensors) - len(pull.outputs) :]
 
         def outputs(*wanted: Tensor) -> tuple[Tensor, ...]:
-            given = _at_this_level(operands, pull.wanted, wanted)
+            given = _at_this_level(operands, pull.wanted, wanted, pull.tracked)
             return _chosen_outputs(function(given), pull.outputs)
 
         wanted = [operands[index] for index in pull.wanted]
@@ -178,21 +180,27 @@ def pullback(function: Flat, pull: Pull, *, create_graph: bool = True) -> Flat:
 
 
 def _at_this_level(
-    operands: Sequence[Tensor], places: Sequence[int], primals: Sequence[Tensor]
+    operands: Sequence[Tensor],
+    places: Sequence[int],
+    primals: Sequence[Tensor],
+    tracked: Sequence[int] = (),
 ) -> list[Tensor]:
     """The operands inside of a transform, some of them as it gives them.
 
     The others are wrapped, too: they may be written to, which torch.func refuses of captured ones.
+    Those that are tracked require a gradient all the same.
     """
     active = levels.current_interpreter()
     given = dict(zip(places, primals, strict=True))
     if active is None:
         return [given.get(index, each) for index, each in enumerate(operands)]
     level = active[1].level()
-    return [
+    found = [
         given[index] if index in given else levels.wrap_at(each, level)
         for index, each in enumerate(operands)
     ]
+    levels.require_gradients([found[index] for index in tracked])
+    return found
 
 
 def _chosen_outputs(

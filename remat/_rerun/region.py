@@ -101,7 +101,9 @@ class Rerun(WithoutProgram):
         # What follows the operands, such as tangents, is always reached.
         unreached = {k for k, each in enumerate(rests or ()) if not each & pulled}
         given = [index for index in wanted if index not in unreached]
-        pull = Pull(outputs, tuple(given), len(self.requires_grad))
+        others = [k for k, each in enumerate(self.requires_grad) if each]
+        tracked = tuple(k for k in others if k not in given)
+        pull = Pull(outputs, tuple(given), len(self.requires_grad), tracked)
         # Under create_graph torch uses other formulas, which are not the same to the bit.
         first = functions.pullback(self.function, pull, create_graph=False)
         again = functions.pullback(self.function, pull)

@@ -19,7 +19,7 @@ from remat._generators.python_and_numpy import drawing_from, states
 from remat._generators.trackers import Snapshot
 from remat._graph.meta import TensorMeta
 from remat._rerun import fully_shard
-from remat._torch import isolation, modes, tensors, tracer
+from remat._torch import isolation, levels, modes, tensors, tracer
 from remat._tracing.refusals import gains_gradient
 from remat._tracing.thread import is_running
 from remat._user_lines import user_line
@@ -160,15 +160,17 @@ class RunState:
     def _put_back(self, randomness: _Randomness) -> Generator[None]:
         with torch.no_grad():
             now = [(buffer, buffer.clone()) for buffer, _ in self.found]
-        _copy_back(self.found)
         ended = _Randomness.take(self.devices, self.explicit)
-        randomness.put_back()
-        try:
-            with drawing_from(self.host):
-                yield
-        finally:
-            ended.put_back()
-            _copy_back(now)
+        # At the end their numbers are those of before, which other regions may have read.
+        with levels.version_kept(*(buffer for buffer, _ in now)):
+            _copy_back(self.found)
+            randomness.put_back()
+            try:
+                with drawing_from(self.host):
+                    yield
+            finally:
+                ended.put_back()
+                _copy_back(now)
 
 
 def _copy_back(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -43,6 +43,10 @@ is_wrapped: Callable[[Tensor], bool] = functorch.is_functorch_wrapped_tensor
 unwrap_at: Callable[[Tensor, int], Tensor] = functorch._unwrap_for_grad
 # (a tensor, a grad or jvp level) -> the tensor as that level sees it.
 wrap_at: Callable[[Tensor, int], Tensor] = functorch._wrap_for_grad
+# (tensors as a grad level sees them) -> the same, which require a gradient there.
+require_gradients: Callable[[Sequence[Tensor]], Any] = (
+    _transforms._create_differentiable
+)
 # () -> a context whose body runs outside every torch.func transform.
 leave_functorch: Callable[[], contextlib.AbstractContextManager[Any]] = (
     pyfunctorch.temporarily_clear_interpreter_stack
@@ -233,12 +237,15 @@ def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:
         tensor.copy_(new)
 
 
-def version_kept(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Inside, writes to a tensor do not count: no backward that saved it will raise."""
-    each = [tensor]
-    while is_wrapped(each[-1]):
-        each.append(functorch.get_unwrapped(each[-1]))
-    return _grad_mode._unsafe_preserve_version_counter(tuple(each))
+def version_kept(*tensors: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inside, writes to tensors do not count: no backward that saved them will raise."""
+    found: list[Tensor] = []
+    for each in tensors:
+        found.append(each)
+        while is_wrapped(found[-1]):
+            found.append(functorch.get_unwrapped(found[-1]))
+    counted = tuple(each for each in found if not each.is_inference())
+    return _grad_mode._unsafe_preserve_version_counter(counted)
 
 
 def is_mapped() -> bool:

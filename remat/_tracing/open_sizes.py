@@ -124,7 +124,10 @@ class Template:
 
     def at(self, metas: Sequence[TensorMeta]) -> tuple[tuple[Joint, ...], Any] | None:
         """Graphs and static results for operands of this metadata; None if it does not hold."""
-        numbers = self._numbers(sizes_of(metas))
+        try:
+            numbers = self._numbers(sizes_of(metas))
+        except ArithmeticError:
+            return None  # a condition that has no value for such sizes does not hold
         if numbers is None:
             return None
         found: tuple[int, ...] = numbers

@@ -97,6 +97,34 @@ def test_second_derivatives_of_mapped_gradients(engine: str) -> None:
     assert_close(second(remat(two, engine=engine)), second(two))
 
 
+def _asks(x: Tensor, y: Tensor) -> Tensor:
+    return y.sin() * (2.0 if (x * 1).requires_grad else 1.0)
+
+
+def _differentiates(x: Tensor, y: Tensor) -> Tensor:
+    of_x = x * 1
+    (inner,) = torch.autograd.grad(of_x.sin().sum(), of_x)
+    return y.sin() * inner
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("fun", [_asks, _differentiates])
+@pytest.mark.parametrize(
+    "derive", [lambda one: torch.func.vmap(one), lambda one: one], ids=["vmap", "alone"]
+)
+def test_what_no_output_rests_on_requires_a_gradient_again(
+    derive: Callable[..., Any], fun: Callable[..., Tensor], engine: str
+) -> None:
+    """The run of the backward asks, and is told what the forward was."""
+
+    def gradients(fun: Callable[..., Tensor]) -> Any:
+        one = torch.func.grad(lambda x, y: fun(x, y).sum(), argnums=(0, 1))
+        return derive(one)(seeded(2, 3), seeded(2, 3, seed=1))
+
+    assert_close(gradients(remat(fun, engine=engine)), gradients(fun))
+
+
 CAPTURING: dict[str, Callable[..., Any]] = {
     "jvp": lambda d, x, w: torch.func.jvp(
         lambda w: grad(lambda x: d(lambda y: (y * w).sin())(x).sum())(x), (w,), (w.cos(),)

@@ -172,6 +172,26 @@ def test_what_a_loop_changes_is_for_the_backward_as_it_was(
 
 
 @pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_statistics_that_another_region_has_read(engine: str) -> None:
+    """A run of the backward puts them back and forth, which is no change."""
+    x = seeded(3, 4).requires_grad_()
+
+    def gradients(wrap: Callable[[Any], Any]) -> tuple[Tensor, ...]:
+        norm = nn.BatchNorm1d(4).double()
+        region = wrap(lambda x: norm(x).tanh())
+        updated = region(x)
+        norm.eval()
+        read = region(x)
+        return tuple(torch.autograd.grad(y.sum(), x)[0] for y in (updated, read))
+
+    assert_bitwise(
+        gradients(lambda function: remat(function, engine=engine)),
+        gradients(lambda function: function),
+    )
+
+
+@pytest.mark.contract
 def test_what_a_function_changes_itself_is_changed_once() -> None:
     """The backward starts from what the forward found, and leaves what it found itself."""
     runs: list[int] = []

@@ -269,6 +269,19 @@ def test_what_is_derived_is_traced_for_all_sizes_too(derive: Any) -> None:
 
 
 @pytest.mark.contract
+def test_a_condition_that_has_no_value_does_not_hold() -> None:
+    """As of a remainder, where the size is zero."""
+
+    def halves(x: Tensor) -> Tensor:
+        return (x.flatten(0, 1).view(x.shape[0], -1, 4) if x.numel() else x).sin()
+
+    region = remat(halves, dynamic_shapes=True)
+    for length in (2, 3, 0, 2):
+        x = seeded(length, 5, 4).requires_grad_()
+        assert_bitwise(region(x), halves(x))
+
+
+@pytest.mark.contract
 def test_sizes_among_what_is_returned() -> None:
     """Each call has its own."""
     region = traced(lambda x: (x.sin(), x.shape[1] * 2, x.shape))
