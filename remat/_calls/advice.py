@@ -15,6 +15,7 @@ from remat._partition.budgets import no_remat_bytes
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.traced import TracedRegion
+from remat._torch import levels
 from remat._torch.modules import hooks_for_all
 from remat._user_lines import warn_once
 from remat.policies import AbstractPolicy, everything_saveable, nothing_saveable
@@ -40,7 +41,9 @@ def advise(
 ) -> None:
     """Warns, once for each policy and `function`, of one that does less than expected."""
     policy = settings.policy
-    idle = [] if policy.is_whole else _idle_storages(stages, region)
+    # Where examples are mapped the storages get all of them at once.
+    is_known = not (policy.is_whole or levels.is_mapped())
+    idle = _idle_storages(stages, region) if is_known else []
     advice = [
         *_unmatched_globs(stages.analysis, policy),
         *_permits_nothing(stages, policy),
@@ -175,7 +178,7 @@ def _idle_storages(stages: Stages, region: TracedRegion) -> list[AbstractStorage
     given += [(how, region.operands[index]) for index, how in region.inputs.items()]
     found: dict[AbstractStorage, bool] = {}
     for storage, meta in given:
-        if not storage.keeps and isinstance(meta, TensorMeta):
+        if not storage.keeps and isinstance(meta, TensorMeta) and meta.size_bytes:
             found[storage] = found.get(storage, True) and storage.leaves(meta)
     return [storage for storage, is_idle in found.items() if is_idle]
 

@@ -108,7 +108,8 @@ class Fit:
             warn(
                 where=f"fit: apply() of {', '.join(f'`{name}`' for name in lost)}",
                 what="has no effect.",
-                why="The step makes such a region anew at each call.",
+                why="When the step ran again it called another region there, as where it "
+                "makes one anew at each call.",
                 do="Decorate with `remat` outside of the step, or pass the policies of the "
                 "rows where the regions are made.",
             )

@@ -246,11 +246,20 @@ def _linear_in_total(step: AxisStep) -> Total:
     elif name == "div":
         is_rounded = step.given.get("rounding_mode") is not None
         is_linear = is_only and not step.operands[0].is_alike and not is_rounded
+    elif step.is_view:
+        is_linear = is_only and step.out.meta.dtype == totals[0].meta.dtype
     else:
-        is_linear = is_only and (name in _KEEP_TOTALS or step.is_view)
-    if len({*kinds}) == 1 and is_linear and not is_cut_off and isinstance(kind, Total):
+        is_linear = is_only and name in _KEEP_TOTALS
+    is_linear = is_linear and not is_cut_off and not any(map(_wraps, totals))
+    if len({*kinds}) == 1 and is_linear and isinstance(kind, Total):
         return kind
     raise MixesError("what was summed along the axis is not used linearly.")
+
+
+def _wraps(total: Operand) -> bool:
+    """Whether sums of this dtype are no sums of numbers: of booleans, and of short integers."""
+    dtype = total.meta.dtype
+    return dtype.itemsize < 4 and not dtype.is_floating_point
 
 
 #: Linear in one operand where the others are the same for all tiles.

@@ -174,10 +174,22 @@ class Quantize(AbstractStorage):
                 why="Without `stochastic=True` the key would have no effect.",
                 do="Pass `stochastic=True`, or no key.",
             )
-        if isinstance(self.key, Tensor):
-            # Numbers compare, hash and pickle.
-            numbers: list[int] = cast("Any", self.key.flatten()).tolist()
-            object.__setattr__(self, "key", tuple(numbers))
+        if self.key is not None:
+            object.__setattr__(self, "key", _numbers_of(self.key))
+
+
+def _numbers_of(key: Tensor | tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a key, which compare, hash and pickle."""
+    numbers: Any = cast("Any", key).tolist() if isinstance(key, Tensor) else key
+    is_pair = isinstance(numbers, Sequence) and len(cast("Any", numbers)) == 2
+    if not is_pair or any(type(n) is not int or n >> 64 for n in numbers):
+        raise refuse(
+            "Quantize(key=...)",
+            key,
+            why="A key is two whole numbers of 64 bits.",
+            do="Pass `remat.random.key(seed)`.",
+        )
+    return tuple(numbers)
 
 
 def _in_one_bit(value: Tensor) -> Stored:

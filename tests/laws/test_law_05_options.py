@@ -130,6 +130,20 @@ def test_a_storage_that_takes_one_of_its_values_is_silent() -> None:
     assert "has no effect" in text
 
 
+@pytest.mark.contract
+def test_what_a_storage_will_be_given_is_not_known_of_all_examples_or_of_none(
+    tmp_path: Any,
+) -> None:
+    """Where vmap maps a region it gets all of them at once; a batch of none tells nothing."""
+    large = storage.Offload(path=str(tmp_path), min_bytes=64)
+    region = remat(attend, policy=policies.everything_saveable.stored(large))
+    half = remat(attend, saved_inputs=storage.Cast(torch.bfloat16))
+
+    each = torch.func.vmap(torch.func.grad(lambda x: region(x).sum()))
+    assert warned(lambda: each(torch.ones(16, 3))) == []
+    assert warned(lambda: half(leaf(0, 3))) == []
+
+
 @pytest.mark.parametrize(
     "saved_inputs", [storage.Keep(), {"x": storage.Keep()}], ids=["for_all", "by_path"]
 )

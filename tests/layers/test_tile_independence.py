@@ -333,6 +333,9 @@ NOT_LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "floor": lambda x: torch.div(x.sum(1), 2.0, rounding_mode="floor"),
     "bits": lambda x: x.sum(1).view(torch.int64),
     "whole numbers": lambda x: x.sum(1).to(torch.int64),
+    "another dtype": lambda x: x.sum(1).view(torch.float32),
+    "some": lambda x: (x > 0).count_nonzero(1).bool().float(),
+    "a short integer": lambda x: (x > 0).sum(1).to(torch.int8).float(),
 }
 
 

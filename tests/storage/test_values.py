@@ -121,6 +121,19 @@ def test_keys_compare_by_their_numbers():
     assert quantizer != Sparse()
 
 
+@pytest.mark.parametrize(
+    "key",
+    [(), (1,), (1, 2, 3), (1.5, 2), (True, 0), (-1, 2), (2**64, 0), ("a", 1)],
+    ids=str,
+)
+def test_what_is_no_key_is_refused(key: Any):
+    """Where the quantizer is made, not where it draws; a tensor is judged by its numbers."""
+    with pytest.raises(ValueError, match="A key is two whole numbers of 64 bits"):
+        Quantize(2, stochastic=True, key=key)
+    with pytest.raises(ValueError, match=r"Quantize\(key=...\): got tensor"):
+        Quantize(2, stochastic=True, key=torch.zeros(len(key)))
+
+
 LONG = "Options are compared, hashed and printed, so they are not "
 TYPE_ERRORS: dict[str, tuple[str, str]] = {
     "Offload(3)": ("Offload(device=...)", "a device as a string, as in `str(device)`"),
