@@ -48,6 +48,8 @@ def replaced(
 
 def _order_in_memory(meta: TensorMeta) -> list[int] | None:
     """The dimensions, from the largest stride to the least; None where elements leave gaps."""
+    if 0 in meta.shape:
+        return [*range(len(meta.shape))]
     order = sorted(range(len(meta.shape)), key=lambda dim: -meta.stride[dim])
     step = 1
     for dim in reversed(order):

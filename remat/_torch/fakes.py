@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.optim.optimizer as optimizers
@@ -122,6 +122,14 @@ def is_in_parts(tensor: Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__")
 
 
+class Refuses(Protocol):
+    """What a trace has for operators on other threads."""
+
+    def refuse_elsewhere(self) -> None:
+        """Raises."""
+        ...
+
+
 class _FakeMode(FakeTensorMode):
     """Fake tensors of one home device.
 
@@ -142,7 +150,7 @@ class _FakeMode(FakeTensorMode):
         #: Where to note the tensors that operators make, if anywhere.
         self.made: list[weakref.ref[Tensor]] | None = None
         #: Gives what refuses an operator on another thread, which no trace follows, if anything.
-        self.refuse_elsewhere: Callable[[], Callable[[], None] | None] = lambda: None
+        self.refuses: Callable[[], Refuses | None] = lambda: None
         self._thread = threading.get_ident()
         self._in_python = (
             contextlib.nullcontext if shape_env is None else enable_python_dispatcher
@@ -170,9 +178,9 @@ class _FakeMode(FakeTensorMode):
     def require_own_thread(self) -> None:
         """Refuses to go on, on another thread than the one that traces."""
         if threading.get_ident() != self._thread:
-            refuse = self.refuse_elsewhere()
-            if refuse is not None:
-                refuse()
+            found = self.refuses()
+            if found is not None:
+                found.refuse_elsewhere()
 
     def _call_taking_functions(self, op: Any, args: Any, kwargs: Any) -> Any:
         """An operator that takes functions; torch's cache of results would hold these."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from remat._graph import operators
 from remat._graph.meta import TensorMeta
@@ -93,12 +93,15 @@ def count_from_owners(graph: fx.Graph) -> None:
 
 
 def _owner(node: fx.Node) -> fx.Node:
-    """What made the memory that a tensor is in."""
+    """What made the memory that a tensor is in, counted in elements as large as the tensor's."""
     while node.op == "call_function":
         op, given = node.target, node.args[0] if node.args else None
         if not isinstance(given, fx.Node):
             break
         is_part = op is operator.getitem and _owner(given) is not given
+        made = given.meta["val"]
+        if isinstance(made, Tensor) and made.dtype != node.meta["val"].dtype:
+            break
         if not (is_part or operators.returns_view(op) or written(node) == [given]):
             break
         node = given

@@ -77,8 +77,8 @@ class Running:
         self.refused: RematError | None = None
         self.default_dtype = torch.get_default_dtype()
         self.raised = Raised()  # caught by the user's code or not
-        # A node of autograd that outlives the trace may hold the mode.
-        mode.refuse_elsewhere = weakref.WeakMethod(self.raised.refuse_elsewhere)
+        # A node of autograd that outlives the trace may hold the mode, and `deepcopy` copies it.
+        mode.refuses = weakref.ref(self.raised)
 
     def is_operand(self, tensor: Tensor) -> bool:
         """Whether a tensor is an argument's stand-in, or one from outside."""

@@ -180,16 +180,18 @@ class Quantize(AbstractStorage):
 
 def _numbers_of(key: Tensor | tuple[int, ...]) -> tuple[int, ...]:
     """Those of a key, which compare, hash and pickle."""
-    numbers: Any = cast("Any", key).tolist() if isinstance(key, Tensor) else key
-    is_pair = isinstance(numbers, Sequence) and len(cast("Any", numbers)) == 2
-    if not is_pair or any(type(n) is not int or n >> 64 for n in numbers):
+    numbers = cast("Any", key).tolist() if isinstance(key, Tensor) else key
+    found = tuple(
+        cast("Sequence[Any]", numbers if isinstance(numbers, Sequence) else ())
+    )
+    if len(found) != 2 or any(type(n) is not int or n >> 64 for n in found):
         raise refuse(
             "Quantize(key=...)",
             key,
             why="A key is two whole numbers of 64 bits.",
             do="Pass `remat.random.key(seed)`.",
         )
-    return tuple(numbers)
+    return found
 
 
 def _in_one_bit(value: Tensor) -> Stored:

@@ -1,6 +1,7 @@
 """A function that catches what only a trace raises, and goes on: on numbers it goes another way."""
 
 import contextlib
+import copy
 import re
 import threading
 import unittest
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import RematError, TraceError, modules, remat
+from remat import CapturedTensorError, RematError, TraceError, modules, remat
 from tests.support import assert_bitwise, seeded
 
 
@@ -199,3 +200,17 @@ def test_a_region_inside_that_is_refused_may_be_caught() -> None:
     x = seeded(4).requires_grad_()
 
     assert_bitwise(remat(catches_a_region)(x), catches_a_region(x))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_copy_that_cannot_be_followed_may_not_be_caught() -> None:
+    """`deepcopy` takes the numbers of a tensor without an operator."""
+
+    def fun(x: Tensor) -> Tensor:
+        try:
+            return x * copy.deepcopy(x.detach())
+        except TypeError:
+            return x * 0
+
+    with pytest.raises(CapturedTensorError, match=r"test_caught_errors\.py:\d+"):
+        remat(fun)(seeded(4).requires_grad_())

@@ -344,3 +344,41 @@ def test_a_diagonal_of_a_part_is_filled(shape: tuple[int, ...]) -> None:
         return y.square()
 
     assert_bitwise(grads(remat(fun), [seeded(*shape)]), grads(fun, [seeded(*shape)]))
+
+
+def of_two_numbers(x: Tensor) -> Tensor:
+    """Complex numbers, read as pairs."""
+    pairs = torch.view_as_real(torch.complex(x, x.cos()) * 1)
+    return pairs.as_strided((2, 2), (1, 4), 1).square()
+
+
+def of_pairs(x: Tensor) -> Tensor:
+    """Pairs, read as complex numbers."""
+    whole = torch.view_as_complex((x * 1).reshape(3, 2, 2))
+    return whole.as_strided((2,), (1,), 1).abs()
+
+
+def of_halves(x: Tensor) -> Tensor:
+    """Numbers, each read as two."""
+    return x * (x * 1).view(torch.float32).detach().as_strided((4,), (1,), 5)
+
+
+@pytest.mark.parametrize("fun", [of_two_numbers, of_pairs, of_halves])
+def test_strides_count_elements_of_the_views_own_dtype(fun: Any) -> None:
+    """Not those of the memory behind it."""
+    assert_bitwise(grads(remat(fun), [seeded(3, 4)]), grads(fun, [seeded(3, 4)]))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_strides_of_nothing_under_vmap(dim: int) -> None:
+    """An empty temporary lies in any order."""
+
+    def fun(x: Tensor) -> Tensor:
+        y = x[:0].clone()
+        y.as_strided((0, 2), (2, 1)).add_(1)
+        return y.sum() + x.sin().sum()
+
+    def derive(fun: Any) -> Any:
+        return vmap(grad(fun), dim, dim)(seeded(3, 3, 3))
+
+    assert_close(derive(remat(fun)), derive(fun))
