@@ -26,7 +26,6 @@ from remat._calls.signature import CallSite, Statics, call_site
 from remat._errors import CapturedTensorError, RematError, refusal
 from remat._partition.stages import Stages
 from remat._programs.program import Program
-from remat._regions.functions import Roots
 from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Asked
 from remat._rerun import flat_call
@@ -177,8 +176,8 @@ class DecoratedFunction(Generic[_P, _R]):
         Nothing runs but the trace. What is differentiated is what `saved_residuals`
         says; the backward is the one for cotangents laid out like the outputs.
         """
-        entry, roots, _ = self.entry_of(args, kwargs)
-        region = entry.region
+        entry, site, _ = self.entry_of(args, kwargs)
+        region, roots = entry.region, site.roots
         joint = region.stages(roots).joint
         wanted = tuple(meta.requires_grad for meta in region.operands)
         num_states = len(joint.states)
@@ -200,13 +199,6 @@ class DecoratedFunction(Generic[_P, _R]):
 
     def entry_of(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Entry, Roots, tuple[Tensor, ...]]:
-        """The trace of a call that is looked at, its roots, and what it captures."""
-        entry, site, captured = self.looked_at(args, kwargs)
-        return entry, site.roots, captured
-
-    def looked_at(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Entry, CallSite, tuple[Tensor, ...]]:
         """The trace of a call that is looked at, the call, and what it captures.
 
@@ -225,7 +217,7 @@ class DecoratedFunction(Generic[_P, _R]):
 
     def saved_residuals(self, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:
         """What a call holds between its forward and its backward, as `remat.saved_residuals`."""
-        entry, site, captured = self.looked_at(args, kwargs)
+        entry, site, captured = self.entry_of(args, kwargs)
         return residuals_of(entry, (*site.tensors, *captured))
 
     def cache_info(self) -> CacheInfo:

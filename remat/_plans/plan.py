@@ -390,7 +390,7 @@ class Planner:
         policy: Budget,
         solver: str = "cut",
     ) -> None:
-        entry, site, captured = undecided(fun).looked_at(args, kwargs)
+        entry, site, captured = undecided(fun).entry_of(args, kwargs)
         operands = entry.region.operands
         self._argument_bytes = sum(memory_of((*site.tensors, *captured)).values())
         self._analysis = entry.region.stages(site.roots).analysis

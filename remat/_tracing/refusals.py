@@ -194,12 +194,7 @@ def require_tellable(
             do=f"Write x = x.{pure}(...) instead.",
         )
     if func in READ_MEMORY:
-        raise untraceable(
-            where=f"`.{func.__name__}()` of {TensorMeta.of(args[0])} at {user_line()}",
-            what="reads or hands out a tensor's memory.",
-            why="A trace runs on tensors that have none.",
-            do=f"Do it outside, or use {_RERUN}.",
-        )
+        raise _without_memory(func, args[0], "reads or hands out a tensor's memory.")
     history = ASK_FOR_HISTORY.get(func)
     is_asked = func == GET_GRAD or func in ASK_FOR_MEMORY or history
     if not is_asked or is_called_by_torch():
@@ -220,12 +215,16 @@ def require_tellable(
             do="Pass it as an argument: f(x, x.grad).",
         )
     if func in ASK_FOR_MEMORY:
-        raise untraceable(
-            where=f"`.{func.__name__}()` of {TensorMeta.of(args[0])} at {user_line()}",
-            what="asks where a tensor's memory is.",
-            why="A trace runs on tensors that have none.",
-            do=f"Ask it outside, or use {_RERUN}.",
-        )
+        raise _without_memory(func, args[0], "asks where a tensor's memory is.")
+
+
+def _without_memory(func: Any, tensor: Tensor, what: str) -> TraceError:
+    return untraceable(
+        where=f"`.{func.__name__}()` of {TensorMeta.of(tensor)} at {user_line()}",
+        what=what,
+        why="A trace runs on tensors that have none.",
+        do=f"Do it outside, or use {_RERUN}.",
+    )
 
 
 _NO_SHAPE = "A region hands back new numbers of what it is given, and no new shape."

@@ -71,7 +71,7 @@ def link_of(
     """
     where = f"a stage of a scheduled stack, {region!r}"
     try:
-        entry, roots, found = region.entry_of(args, {})
+        entry, site, found = region.entry_of(args, {})
     except ImplicitRandomnessError as error:
         raise _stage_draws(where) from error
     if entry.region.num_draws:
@@ -96,7 +96,8 @@ def link_of(
             do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
         )
     written = tuple(places[index - own] for index in entry.written)
-    return Link(entry.region, roots, entry.labels, num_state, places, written), entry
+    link = Link(entry.region, site.roots, entry.labels, num_state, places, written)
+    return link, entry
 
 
 def _stage_draws(where: str) -> ImplicitRandomnessError:

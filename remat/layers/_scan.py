@@ -199,8 +199,8 @@ class _Scan(NamedTuple):
         return carry, tree.around(stacked_rows(rows, self.is_reversed))
 
     def by_regions(self, region: DecoratedFunction[..., Any]) -> tuple[Any, Any]:
-        entry, roots, captured = region.entry_of(self._stand_ins(), {})
-        numerics = Numerics.current()
+        entry, site, captured = region.entry_of(self._stand_ins(), {})
+        roots, numerics = site.roots, Numerics.current()
         strides = [meta.stride for meta in self.metas()[: len(self.carry)]]
         run = entry.call_quietly if guards.is_quiet() else entry.call
 

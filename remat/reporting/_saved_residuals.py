@@ -39,7 +39,7 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Re
     """
     if is_region(f):
         return f.saved_residuals(*args, **kwargs)
-    entry, site, captured = plain_region(f).looked_at(args, kwargs)
+    entry, site, captured = plain_region(f).entry_of(args, kwargs)
     read = _read_across(entry.stages.analysis)
     return residuals_of(entry, (*site.tensors, *captured), read)
 

@@ -180,10 +180,10 @@ class Quantize(AbstractStorage):
 
 def _numbers_of(key: Tensor | tuple[int, ...]) -> tuple[int, ...]:
     """Those of a key, which compare, hash and pickle."""
-    numbers = cast("Any", key).tolist() if isinstance(key, Tensor) else key
-    found = tuple(
-        cast("Sequence[Any]", numbers if isinstance(numbers, Sequence) else ())
-    )
+    given: Any = key
+    if isinstance(key, Tensor):
+        given = cast("Any", key).tolist() if key.dim() == 1 else ()
+    found = tuple[Any, ...](given)
     if len(found) != 2 or any(type(n) is not int or n >> 64 for n in found):
         raise refuse(
             "Quantize(key=...)",

@@ -116,21 +116,28 @@ ON_ANY: Reasons = {
         "tests/laws/test_law_07_no_stale_state.py::"
         "test_a_context_variable_that_was_unset_cannot_be_again",
     ],
-}
-ON_THE_STAND_IN: Reasons = {
-    "it starts processes of its own, which have no such device": [
-        "tests/storage/test_shard.py",
-    ],
-    "torch composes attention of other operators on a device without kernels for it": [
+    "of values of such sizes torch composes attention, or lays it out for another kernel": [
         "tests/laws/test_law_02_names_and_policies.py::"
         "test_names_cover_the_helpers_of_attention",
-        "tests/laws/test_law_02_names_and_policies.py::test_matmul_policy_on_attention",
         *(
             "tests/laws/test_law_02_names_and_policies.py::"
             f"test_of_multi_head_attention_the_output_alone_is_saved[{mask}-0.0]"
             for mask in ("None", "mask1")
         ),
         "tests/partition/test_opaque.py::test_attention_is_one_value[nothing]",
+        *(
+            "tests/reporting/test_suggestions.py::"
+            f"test_an_output_that_lives_anyway_costs_nothing[{end}-named_attention]"
+            for end in ("dropped", "held outside", "returned")
+        ),
+    ],
+}
+ON_THE_STAND_IN: Reasons = {
+    "it starts processes of its own, which have no such device": [
+        "tests/storage/test_shard.py",
+    ],
+    "torch composes attention of other operators on a device without kernels for it": [
+        "tests/laws/test_law_02_names_and_policies.py::test_matmul_policy_on_attention",
         "tests/interop/test_transformers.py::"
         "test_of_attention_the_output_alone_is_saved[llama_fused]",
         "tests/reporting/test_checklist.py::test_a_good_model_passes",
@@ -138,11 +145,6 @@ ON_THE_STAND_IN: Reasons = {
         "test_each_row_can_fail[attention not run twice]",
         "tests/reporting/test_checklist.py::test_without_regions_most_does_not_apply",
         "tests/reporting/test_report.py::test_the_largest_values",
-        *(
-            "tests/reporting/test_suggestions.py::"
-            f"test_an_output_that_lives_anyway_costs_nothing[{end}-named_attention]"
-            for end in ("dropped", "held outside", "returned")
-        ),
     ],
     "torch calls fused recurrent cells on any device of its kind, and the CPU has none": [
         "tests/layers/test_scan.py::test_a_module_is_a_step",
@@ -214,26 +216,20 @@ ON_A_GPU: Reasons = {
         "tests/reporting/test_report_figures.py::"
         "test_other_models_agree_with_torchs_tracker",
         "tests/reporting/test_out_of_memory.py::test_bytes_are_those_that_were_held",
-        "tests/benchmarks/test_benchmarks.py::test_a_region_holds_what_the_limit_says",
+        *(
+            f"tests/benchmarks/test_benchmarks.py::test_a_region_holds_what_the_limit_says[{row}]"
+            for row in (
+                *("tiny", "middle", "large", "gpt-12", "gpt-24"),
+                *("convolutions", "scan"),
+            )
+        ),
         "tests/plans/test_costs.py::test_a_dtensor_is_measured_as_the_part_of_this_rank",
         "tests/plans/test_workspaces.py::test_the_peak_is_what_the_allocator_gives[strided]",
     ],
-    "of values of such sizes torch composes attention, or lays it out for another kernel": [
-        "tests/laws/test_law_02_names_and_policies.py::"
-        "test_names_cover_the_helpers_of_attention",
-        *(
-            "tests/laws/test_law_02_names_and_policies.py::"
-            f"test_of_multi_head_attention_the_output_alone_is_saved[{mask}-0.0]"
-            for mask in ("None", "mask1")
-        ),
-        "tests/partition/test_opaque.py::test_attention_is_one_value[nothing]",
+    "heads of such sizes are composed of other operators there": [
         "tests/interop/test_transformers.py::"
-        "test_of_attention_the_output_alone_is_saved",
-        *(
-            "tests/reporting/test_suggestions.py::"
-            f"test_an_output_that_lives_anyway_costs_nothing[{end}-named_attention]"
-            for end in ("dropped", "held outside", "returned")
-        ),
+        f"test_of_attention_the_output_alone_is_saved[{model}]"
+        for model in ("gpt2", "llama")
     ],
     "torch was built without the library whose operator it calls": [
         "tests/laws/test_law_01_quiet_writers.py::"

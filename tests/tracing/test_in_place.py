@@ -317,7 +317,7 @@ DERIVED: dict[str, Callable[..., Any]] = {
     "derive", daily(DERIVED, ["hessian", "vmap(jvp(grad))", "grad(vmap)"])
 )
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-@pytest.mark.parametrize("lay", daily(LAID_OUT, ["across", "part"]))
+@pytest.mark.parametrize("lay", daily(LAID_OUT, ["across"]))
 def test_writes_by_strides_under_transforms(
     lay: Callable[[Tensor], Tensor],
     write: Callable[[Tensor], Any],
