@@ -33,7 +33,7 @@ from remat._partition.cut import Cut, cut, permitted_members, product_of, starts
 from remat._partition.peak import Peaks, peaks_of
 from remat.planners import Option, Problem, Solution, Step, solve_cut
 from remat.policies import Budget, Save, Value
-from remat.policies._budget import Peak
+from remat.policies._budget import Size
 from remat.storage import AbstractStorage
 from remat.storage._contract import held_in
 
@@ -116,6 +116,11 @@ def model_for(analysis: Analysis, budget: Budget) -> Model:
     """The planner's problem, with the ways to wait and the costs of a budget."""
     model = model_of(analysis, budget.storages, unit_of(analysis, budget))
     return dataclasses.replace(model, workspace=workspace_of(budget.costs))
+
+
+def model_without_remat(analysis: Analysis, budget: Budget) -> Model:
+    """The same where all may be saved as it is, whatever the budget allows."""
+    return model_for(analysis, dataclasses.replace(budget, allow=None))
 
 
 def unit_of(analysis: Analysis, budget: Budget) -> Costs:
@@ -212,21 +217,26 @@ def solve(
     Raises:
         BudgetError: nothing fits; the message says what would.
     """
-    size, where = budget.size, repr(budget)
+    size = budget.size
     if isinstance(size, float):
         size = int(size * no_remat_bytes(model.analysis))
-    if budget.peak is None:
-        assert size is not None, "a budget without a peak has a size"
-        return size, solver(model.problem, size, where)
-    return _solve_for_peak(model, size, budget.peak, solver, where)
+    if size is None or budget.peak is not None:
+        return _solve_for_peak(model, size, budget, solver)
+    return size, solver(model.problem, size, repr(budget))
 
 
 def _solve_for_peak(
-    model: Model, most: int | None, peak: Peak, solver: Solver, where: str
+    model: Model, most: int | None, budget: Budget, solver: Solver
 ) -> tuple[int, Solution]:
     """Saves as much as leaves the predicted peak within a number, or within what is free."""
-    device = _device_of_budget(model.analysis)
-    limit, free = peak_limit(peak, device)
+    assert budget.peak is not None, "a budget without a peak has a size"
+    where, device = repr(budget), _device_of_budget(model.analysis)
+
+    def peak_without_remat() -> int:
+        plain = model_without_remat(model.analysis, budget)
+        return plain.peaks([0] * len(plain.items)).of_step
+
+    limit, free = peak_limit(budget.peak, device, peak_without_remat)
     sizes = [each for each in model.problem.budgets if most is None or each <= most]
     peaks: dict[int, int] = {}
     # The peak does not always grow with what is saved: recomputation takes room, too.
@@ -239,10 +249,14 @@ def _solve_for_peak(
     raise _peak_not_met(where, limit, peaks, None if free is None else (free, device))
 
 
-def peak_limit(peak: Peak, device: torch.device) -> tuple[int, int | None]:
+def peak_limit(
+    peak: Size, device: torch.device, without_remat: Callable[[], int]
+) -> tuple[int, int | None]:
     """What a predicted peak may be, and what is free: of that a tenth stays in reserve."""
     if isinstance(peak, int):
         return peak, None
+    if isinstance(peak, float):
+        return int(peak * without_remat()), None
     memory = free_memory.free_bytes if isinstance(peak, str) else peak
     free = memory(device)
     return int(free * (1 - _RESERVE)), free

@@ -7,12 +7,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from remat._calls.decorated import DecoratedFunction
 from remat._errors import refusal
-from remat._partition.budgets import peak_limit
 from remat._partition.costs import known_workspace
 from remat._plans.plan import Plan, Planner
 from remat._plans.recording import (
@@ -24,14 +22,14 @@ from remat._plans.recording import (
     require_no_transform,
     without_data,
 )
-from remat._plans.shares import Search, Shares
+from remat._plans.shares import PeakLimit, Search, Shares
 from remat._plans.tiles import TilesRow, with_tiles
 from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._switches.blocks import standing_in
 from remat._torch import trees
 from remat._user_lines import warn
-from remat.policies import AbstractPolicy, Budget, budget
-from remat.policies._budget import Peak, as_budget
+from remat.policies import AbstractPolicy, budget
+from remat.policies._budget import Size, as_budget
 from remat.policies._sizes import show_size
 
 _Region = DecoratedFunction[..., Any]
@@ -126,7 +124,7 @@ class Fit:
 def fit(
     step: Callable[..., Tensor],
     *,
-    peak: Peak,
+    peak: Size,
     optimizer: Optimizer = 0,
     allow: object = None,
     costs: str = "flops",
@@ -182,6 +180,9 @@ def fit(
     bound = as_budget(budget(allow=allow, peak=peak), None, _WHERE, costs)
 
     def fitted(*args: Any, **kwargs: Any) -> Fit:
+        assert bound.peak is not None, "fit takes a peak"
+        most, given = PeakLimit(bound.peak), trees.tensor_leaves((args, kwargs))
+
         def attempt(is_rough: bool) -> _Attempt:
             recording, calls, again = _recorded(
                 step, args, kwargs, optimizer, bound.costs
@@ -189,8 +190,10 @@ def fit(
             regions = [each for each, _, _ in calls]
             planners = [Planner(*each, bound) for each in calls]
             shares = Shares(planners, list(map(id, regions)), is_rough=is_rough)
-            limit = _limit(bound, recording, (args, kwargs))
-            search = shares.within(limit, loads_of(recording))
+            loads = loads_of(recording)
+            there = recording.parameters + recording.others
+            limit = most.of(shares, loads, given, there)
+            search = shares.within(limit, loads)
             return search, (recording, regions, again, shares)
 
         (search, rest), tiles = with_tiles(attempt)
@@ -214,15 +217,6 @@ def fit(
         return Fit(tuple(rows), found, search.neighbors, tiles)
 
     return fitted
-
-
-def _limit(bound: Budget, recording: Recording, given: Any) -> int:
-    tensors = trees.tensor_leaves(given)
-    device = tensors[0].device if tensors else torch.device("cpu")
-    assert bound.peak is not None, "fit takes a peak"
-    limit, free = peak_limit(bound.peak, device)
-    # What was given is there already.
-    return limit if free is None else limit + recording.parameters + recording.others
 
 
 def _recorded(

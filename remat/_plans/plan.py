@@ -27,12 +27,15 @@ from remat._plans.json_parts import (
 from remat._torch.tensors import memory_of
 from remat.planners import Problem, Solution, solve_cut, solve_milp
 from remat.policies import AbstractPolicy, Budget, Planned
-from remat.policies._budget import Peak, Size, as_budget
+from remat.policies._budget import Size, as_budget
 from remat.policies._sizes import show_size
 from remat.storage import AbstractStorage
 
 _P = ParamSpec("_P")
 _VERSION = 3
+#: A budget, in bytes, into which everything fits. Not the fraction 1.0: a draw's recorded
+#: state may be more than all that is saved without remat.
+ANY_BYTES = 2**62
 _SOLVERS: dict[str, budgets.Solver] = {"cut": solve_cut, "milp": solve_milp}
 
 
@@ -307,7 +310,7 @@ def plan(
     fun: Callable[_P, Any],
     *,
     budget: Size | AbstractPolicy | None = None,
-    peak: Peak | None = None,
+    peak: Size | None = None,
     solver: str = "cut",
     costs: str = "flops",
 ) -> Callable[_P, Plan]:
@@ -409,7 +412,14 @@ class Planner:
 
     def plan(self, budget: Budget) -> Plan:
         """What the call saves within a budget, which allows what the planner's own does."""
-        model = self._model
+        return self._planned(self._model, budget)
+
+    def without_remat(self) -> Plan:
+        """What the call saves where all may be, whatever the planner's own budget allows."""
+        model = budgets.model_without_remat(self._analysis, self._policy)
+        return self._planned(model, Budget(ANY_BYTES))
+
+    def _planned(self, model: budgets.Model, budget: Budget) -> Plan:
         size, solution = budgets.solve(model, budget, _SOLVERS[self._solver])
         return Plan(
             rows=tuple(_rows(model, solution, self._unit)),

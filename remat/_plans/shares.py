@@ -10,15 +10,16 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from remat._plans.plan import Plan, Planner
+from remat._partition.budgets import peak_limit
+from remat._plans.plan import ANY_BYTES, Plan, Planner
 from remat.planners import Share, share
 from remat.planners._shared_budget import MultipleChoice
+from remat.policies._budget import Size
 from remat.policies._sizes import show_size
 
-#: A budget, in bytes, into which everything fits. Not the fraction 1.0: a draw's recorded
-#: state may be more than all that is saved without remat.
-ANY_BYTES = 2**62
 _NODES = 200  # a heuristic: how often the search for a peak may branch
 _APART = 0.01  # how much less the points beside what was found recompute, or hold
 _ROUGHLY = 4  # of how many budgets of a frontier a rough look takes one
@@ -43,6 +44,33 @@ class Loads:
         """The most that lives at one moment."""
         parts = [self.fixed, *(self.added(k, each) for k, each in enumerate(plans))]
         return max(map(sum, zip(*parts, strict=True)), default=0)
+
+
+@final
+class PeakLimit:
+    """The most bytes that may live at one moment of a step, however often it is planned.
+
+    A fraction is one of the peak without remat where the step is planned first, in the tiles
+    that it has.
+    """
+
+    def __init__(self, peak: Size) -> None:
+        self._peak = peak
+        self._without_remat: int | None = None
+
+    def of(
+        self, shares: Shares, loads: Loads, tensors: Sequence[Tensor], given: int
+    ) -> int:
+        """The limit of a step, of whose bytes so many were `given` and are there already."""
+
+        def without_remat() -> int:
+            if self._without_remat is None:
+                self._without_remat = loads.peak(shares.without_remat)
+            return self._without_remat
+
+        device = tensors[0].device if tensors else torch.device("cpu")
+        limit, free = peak_limit(self._peak, device, without_remat)
+        return limit if free is None else limit + given
 
 
 @final
@@ -128,6 +156,14 @@ class Shares:
         if key not in self._known:
             self._known[key] = self._planners[key[0]].within(size)
         return self._known[key]
+
+    @functools.cached_property
+    def without_remat(self) -> list[Plan]:
+        """The plans for saving everything, whatever a budget allows."""
+        known = {
+            k: self._planners[k].without_remat() for k in dict.fromkeys(self._equal)
+        }
+        return [known[k] for k in self._equal]
 
     @functools.cached_property
     def _frontiers(self) -> dict[tuple[int, ...], list[tuple[int, Share]]]:

@@ -8,15 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from remat._errors import BudgetError, refusal
 from remat._graph.meta import TensorMeta
-from remat._partition.budgets import peak_limit
 from remat._plans.plan import Plan
 from remat._plans.recording import Recording
-from remat._plans.shares import Loads, Search, Shares
+from remat._plans.shares import Loads, PeakLimit, Search, Shares
 from remat._plans.tiles import TilesRow, run_in, with_tiles
 from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._torch import trees
@@ -25,7 +23,7 @@ from remat.modules._apply import Where, apply, without_regions
 from remat.modules._blocks import BlockCall, blocks_of, calls_of_blocks
 from remat.modules._step import Step
 from remat.policies import AbstractPolicy, Budget
-from remat.policies._budget import Peak, Size, as_budget
+from remat.policies._budget import Size, as_budget
 from remat.policies._sizes import show_size
 
 
@@ -125,7 +123,7 @@ def plan(
     model: nn.Module,
     *,
     budget: Size | AbstractPolicy | None = None,
-    peak: Peak | None = None,
+    peak: Size | None = None,
     where: Where | None = None,
     step: Step | None = None,
     costs: str = "flops",
@@ -194,11 +192,12 @@ def plan(
 
     def planned(*args: Any, **kwargs: Any) -> ModulePlan:
         named = blocks_of(model, where)
+        most = None if bound.peak is None else PeakLimit(bound.peak)
 
         def attempt(is_rough: bool) -> _Attempt:
             calls = calls_of_blocks(model, named, args, kwargs)
             recording = step and step.recorded(model, calls, args, kwargs, bound.costs)
-            search, chosen = _search(calls, bound, recording, is_rough)
+            search, chosen = _search(calls, bound, most, recording, is_rough)
             return search, (calls, chosen)
 
         with without_regions(module for _, module in named):
@@ -237,6 +236,7 @@ def _apply_plans(
 def _search(
     blocks: Sequence[BlockCall],
     bound: Budget,
+    most: PeakLimit | None,
     recording: Recording | None,
     is_rough: bool,
 ) -> tuple[Search, ModulePlan]:
@@ -254,21 +254,17 @@ def _search(
 
     size = bound.size
     if isinstance(size, float):
-        size = int(size * sum(each.saved_bytes for each in shares.whole))
-    if bound.peak is None:
+        size = int(size * sum(each.saved_bytes for each in shares.without_remat))
+    if most is None:
         assert size is not None, "a budget without a peak has a size"
         plans = shares.split(size)
         return Search(plans, 0, 0), planned(plans, size)
-    tensors = trees.tensor_leaves([(each.args, each.kwargs) for each in blocks])
-    device = tensors[0].device if tensors else torch.device("cpu")
-    limit, free = peak_limit(bound.peak, device)
-    if free is not None and recording is not None:
-        limit += recording.parameters + recording.others  # they are there already
     if recording is None:
-        loads = _loads_of(planned(shares.whole, 0).rows)
+        loads, there = _loads_of(planned(shares.whole, 0).rows), 0
     else:
-        loads = loads_of(recording)
-    search = shares.within(limit, loads, size)
+        loads, there = loads_of(recording), recording.parameters + recording.others
+    given = trees.tensor_leaves([(each.args, each.kwargs) for each in blocks])
+    search = shares.within(most.of(shares, loads, given, there), loads, size)
     saved = sum(each.saved_bytes for each in search.found)
     total = saved if size is None else size
     return search, planned(search.found, total, search.neighbors)

@@ -16,7 +16,7 @@ from remat.policies._contract import (
     WholeProgram,
     decide,
 )
-from remat.policies._sizes import parse_budget, parse_size
+from remat.policies._sizes import parse_budget
 from remat.storage import AbstractStorage, Keep
 
 if TYPE_CHECKING:
@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 Memory = Callable[["torch.device"], int]
 """From a device to the bytes that are free there."""
 
-Peak = int | str | Memory
-"""Bytes, a string, "auto", or a `Memory`."""
-
-Size = float | Peak
-"""The same, or a fraction of what is saved without remat."""
+Size = int | float | str | Memory
+"""Bytes, a string, a fraction of what is without remat, "auto", or a `Memory`."""
 
 _COSTS = ("flops", "measured")
 
@@ -37,16 +34,20 @@ _COSTS = ("flops", "measured")
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Budget(WholeProgram):
-    """What `budget` makes; `is_part` tells 1.0 (all) from 1 (one byte) where they compare."""
+    """What `budget` makes; `is_part` tells 1.0 (all) from 1 (one byte) where they compare.
+
+    It does so for the size and for the peak.
+    """
 
     size: int | float | None
     allow: AbstractPolicy | None = None
-    peak: Peak | None = None
+    peak: Size | None = None
     costs: str = "flops"
-    is_part: bool = field(init=False, repr=False)
+    is_part: tuple[bool, bool] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "is_part", isinstance(self.size, float))
+        parts = isinstance(self.size, float), isinstance(self.peak, float)
+        object.__setattr__(self, "is_part", parts)
 
     @property
     def globs(self) -> tuple[str, ...]:
@@ -86,7 +87,7 @@ def budget(
     size: Size | None = None,
     allow: object = None,
     *,
-    peak: Peak | None = None,
+    peak: Size | None = None,
     costs: str = "flops",
 ) -> AbstractPolicy:
     """Saves the values that avoid the most recomputation within a number of bytes.
@@ -106,13 +107,14 @@ def budget(
 
     Args:
         size: bytes, as an int or as in `"512MiB"` or `"8GB"`; a float in (0, 1] for a
-            fraction of what is saved without remat; or what `peak` takes beside a number.
+            fraction of what is saved without remat; or what `peak` takes beside these.
             None means as many as `peak` lets. The size applies to one call of the region.
         allow: what may be saved, and how: a policy, or a function of a value that may
             also return a storage, or a tuple of storages to choose from. None means
             anything, with `Keep()`.
         peak: the most bytes that a call and its backward may have made and not yet freed at
-            once, gradients and outputs included, arguments not; or "auto" for the free
+            once, gradients and outputs included, arguments not; a float in (0, 1] for a
+            fraction of that peak without remat; or "auto" for the free
             memory of the device, or of the process on a CPU, minus a tenth in reserve; or
             a function from the device to its free bytes, which "auto" then uses.
         costs: what as little as possible is recomputed of, as `plan` takes it. By "measured"
@@ -192,11 +194,11 @@ def _budget_of_sizes(size: Any, allow: AbstractPolicy | None, peak: Any) -> Budg
     return Budget(size, allow, None if peak is None else _checked_peak(peak))
 
 
-def _checked_peak(peak: Any) -> Peak:
+def _checked_peak(peak: Any) -> Size:
     is_memory = callable(peak) and not isinstance(peak, type)
     if is_memory or peak == "auto":
-        return cast("Peak", peak)
-    return parse_size(peak, "budget(peak=...)")
+        return cast("Size", peak)
+    return parse_budget(peak, "budget(peak=...)")
 
 
 @final

@@ -256,6 +256,21 @@ def test_a_model_that_is_not_planned_keeps_its_regions(bounds: Any) -> None:
     assert [vars(each).get("forward") for each in model.modules()] == before
 
 
+def test_parts_are_of_what_is_without_remat() -> None:
+    """Of bytes and of peaks, whatever blocks may save; tiles do not lower the whole."""
+    model, x = made()
+    whole = modules.plan(model, budget=1.0)(x)
+    few = policies.by_op("aten.addmm")
+
+    part = modules.plan(model, peak=0.9)(x)
+    saved = modules.plan(model, budget=policies.budget(0.5, allow=few))(x)
+
+    limit = int(0.9 * whole.predicted_peak_bytes)
+    assert part == modules.plan(model, peak=limit)(x)
+    assert part.predicted_peak_bytes <= limit
+    assert saved.budget_bytes == whole.saved_bytes // 2
+
+
 def test_a_budget_says_what_blocks_may_save() -> None:
     """By its `allow`."""
     model, x = made()

@@ -110,6 +110,19 @@ def test_a_graph_that_is_retained_is_held(limit: str) -> None:
     assert all(size >= 0 for each in found.timeline.moments for _, size in each.parts)
 
 
+def test_a_part_of_the_peak() -> None:
+    """Of that without remat, whatever regions may save."""
+    step, args = made(remat(plain_block), remat(plain_head))
+    whole = fit(step, peak="1GiB")(*args).predicted_peak_bytes
+    few = policies.save_matmul_outputs
+
+    for allow in (None, few):
+        found = fit(step, peak=0.6, allow=allow)(*args)
+        assert str(found) == str(fit(step, peak=int(0.6 * whole), allow=allow)(*args))
+    assert fit(step, peak=1.0)(*args).predicted_peak_bytes == whole
+    assert fit(step, peak="1GiB", allow=few)(*args).predicted_peak_bytes < whole
+
+
 def test_it_is_planned_without_data_and_changes_nothing() -> None:
     """On the meta device as with numbers; until it is applied, policies stay."""
     block, head = remat(plain_block), remat(plain_head)

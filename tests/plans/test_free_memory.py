@@ -74,6 +74,22 @@ def test_a_peak_bounds_the_predicted_peak() -> None:
     assert sum(each.size_bytes for each in made) == found.saved_bytes
 
 
+@pytest.mark.parametrize("allow", [None, policies.save_matmul_outputs], ids=str)
+def test_a_part_of_the_peak(allow: Any) -> None:
+    """Of that without remat, whatever may be saved; 1.0 is all of it, and 1 a byte."""
+    f, args, _ = gpt()
+    whole = plan(f, budget=1.0)(*args)
+    most = int(0.7 * whole.predicted_peak_bytes)
+
+    part = plan(f, budget=policies.budget(peak=0.7, allow=allow))(*args)
+    limit = plan(f, budget=policies.budget(peak=most, allow=allow))(*args)
+
+    assert part == limit
+    assert part.recompute_cost > whole.recompute_cost
+    assert plan(f, peak=1.0)(*args) == whole
+    assert policies.budget(peak=1.0) != policies.budget(peak=1)
+
+
 def test_a_peak_that_cannot_be_met() -> None:
     """The error names the least that can, and with that it works."""
     f, args, _ = gpt()

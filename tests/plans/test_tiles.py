@@ -42,7 +42,7 @@ def made(mlp: Any, narrow: Any = plain_narrow) -> Callable[..., Tensor]:
     return step
 
 
-def planned(step: Any, peak: int) -> Fit:
+def planned(step: Any, peak: float | str) -> Fit:
     return fit(lambda params, x: step(*params, x), peak=peak)(ARGS[:2], ARGS[2])
 
 
@@ -81,6 +81,19 @@ def test_a_step_that_fits_in_no_other_way_takes_more_tiles() -> None:
     assert peak_of(step) <= found.predicted_peak_bytes <= LOW
     for each, expected in zip(gradients(step), gradients(made(plain_mlp)), strict=True):
         assert_close(each, expected)
+
+
+def test_a_part_is_of_the_peak_in_the_tiles_that_there_are() -> None:
+    """More of them lower the peak without remat, but not the limit."""
+    step = made(tiled(plain_mlp, PATTERN, tiles=1))
+    whole = planned(step, "1GiB").predicted_peak_bytes
+
+    part = LOW / whole
+
+    found = planned(step, part)
+
+    assert found.tiles
+    assert str(found) == str(planned(step, int(part * whole)))
 
 
 def test_they_also_let_less_be_recomputed() -> None:
