@@ -9,6 +9,7 @@ partition cuts there, and can be counted.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -90,8 +91,12 @@ class Model:
             if is_recomputed(self.analysis, index)
         )
 
-    def peaks(self, choice: Sequence[int | None]) -> Peaks:
-        """The most that lives at one time in the forward, and in the backward."""
+    @functools.cached_property
+    def peaks(self) -> Callable[[tuple[int | None, ...]], Peaks]:
+        """From a choice to the most that lives at one time in the forward, and the backward."""
+        return functools.cache(self._peaks)  # many budgets come to one choice
+
+    def _peaks(self, choice: tuple[int | None, ...]) -> Peaks:
         outcome = self.problem.outcome(choice)
         storages = [save.storage for save in self.decisions(choice).values()]
         # What a storage has changed is brought back before the backward begins.
@@ -234,7 +239,7 @@ def _solve_for_peak(
 
     def peak_without_remat() -> int:
         plain = model_without_remat(model.analysis, budget)
-        return plain.peaks([0] * len(plain.items)).of_step
+        return plain.peaks(plain.problem.everything).of_step
 
     limit, free = peak_limit(budget.peak, device, peak_without_remat)
     sizes = [each for each in model.problem.budgets if most is None or each <= most]
