@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from remat._calls.decorated import DecoratedFunction
-from remat._errors import refusal
+from remat._calls.decorated import DecoratedFunction, undecided
+from remat._errors import CapturedTensorError, refusal
+from remat._graph.meta import TensorMeta
 from remat._partition.costs import known_workspace
 from remat._plans.plan import Plan, Planner
 from remat._plans.recording import (
@@ -26,15 +29,17 @@ from remat._plans.shares import PeakLimit, Search, Shares
 from remat._plans.tiles import TilesRow, with_tiles
 from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._switches.blocks import standing_in
-from remat._torch import trees
-from remat._user_lines import warn
-from remat.policies import AbstractPolicy, budget
+from remat._torch import fakes, modes, trees
+from remat._torch.isolation import isolated
+from remat._torch.modules import called_with
+from remat._user_lines import user_line, warn
+from remat.policies import AbstractPolicy, Budget, budget
 from remat.policies._budget import Size, as_budget
 from remat.policies._sizes import show_size
 
 _Region = DecoratedFunction[..., Any]
-_Call = tuple[_Region, tuple[Any, ...], dict[str, Any]]
-"""A region and the arguments of one call of it, without data."""
+_Call = tuple[_Region, Planner]
+"""A region, and what plans one call of it."""
 
 _Attempt = tuple[Search, tuple[Recording, list[_Region], list[_Region], Shares]]
 """A search, and what was recorded, the regions of the calls, twice, and their budgets."""
@@ -140,8 +145,9 @@ def fit(
     Laws: `predicted_peak_bytes` is at most the limit. Nothing changes before `Fit.apply`.
 
     Args:
-        step: from parameters and a batch to the loss, a number. Its regions and tiled
-            functions were decorated outside of it.
+        step: from parameters, or modules that have them, and a batch to the loss, a number.
+            Its regions and tiled functions were decorated outside of it, or put into the
+            modules by `modules.apply`.
         peak: the most bytes that may live at once in the step: parameters, their gradients,
             the optimizer's state and step, the batch, what regions hold and make, and what
             runs around them. As `policies.budget` takes it.
@@ -152,14 +158,16 @@ def fit(
 
     Returns:
         A callable that takes the step's arguments, and returns what was chosen. What is
-        differentiated is the first: its tensors that require grad where there are any,
-        else every floating one.
+        differentiated is the first, and modules: the tensors that require grad where there
+        are any, else every floating one.
 
     Raises:
         BudgetError: nothing that was tried fits; the message says by how much, and which
             single change would help most.
         TraceError: the step needs numbers around its regions, or calls them under
             torch.func.
+        CapturedTensorError: it reads a tensor that requires grad and is neither an argument
+            nor a parameter of a module among them.
         ValueError: it calls no region.
 
     Example:
@@ -184,11 +192,8 @@ def fit(
         most, given = PeakLimit(bound.peak), trees.tensor_leaves((args, kwargs))
 
         def attempt(is_rough: bool) -> _Attempt:
-            recording, calls, again = _recorded(
-                step, args, kwargs, optimizer, bound.costs
-            )
-            regions = [each for each, _, _ in calls]
-            planners = [Planner(*each, bound) for each in calls]
+            recording, calls, again = _recorded(step, args, kwargs, optimizer, bound)
+            regions, planners = map(list, zip(*calls, strict=True))
             shares = Shares(planners, list(map(id, regions)), is_rough=is_rough)
             loads = loads_of(recording)
             there = recording.parameters + recording.others
@@ -224,12 +229,15 @@ def _recorded(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     optimizer: Optimizer,
-    costs: str,
+    bound: Budget,
 ) -> tuple[Recording, list[_Call], list[_Region]]:
-    """What a step does, the regions that it calls, in order, and those of a second call."""
-    own = trees.tensor_leaves(args[:1])
-    with without_data((args, kwargs), "fit(step)") as (args, kwargs):
-        parameters = trees.tensor_leaves(args[:1])
+    """What a step does, its calls of regions, in order, and the regions of a second run."""
+    whole = _Step(step, (args, kwargs))
+    own = [*trees.tensor_leaves(args[:1]), *whole.parameters()], [*whole.buffers()]
+    with without_data((args, kwargs, *own), "fit(step)") as faked:
+        args, kwargs, parameters, buffers = faked
+        stand_ins = zip((*own[0], *own[1]), (*parameters, *buffers), strict=True)
+        instead = {id(real): each for real, each in stand_ins}
         leaves = [each for each in parameters if each.requires_grad]
         if not leaves:
             leaves = [p.requires_grad_() for p in parameters if p.is_floating_point()]
@@ -239,35 +247,77 @@ def _recorded(
 
             def stand_in(region: _Region, args: Any, kwargs: Any) -> Any:
                 require_no_transform()
-                if not any(trees.wants_gradients((args, kwargs))):
-                    return region.__wrapped__(*args, **kwargs)
-                note(region, args, kwargs)
-                return recorder.call(
-                    next(places), region.__wrapped__, (args, kwargs), ()
-                )
+                function = region.__wrapped__
+                if not torch.is_grad_enabled():
+                    return function(*args, **kwargs)
+                given = trees.map_tensors(_detached, (args, kwargs))
+                with _outside():
+                    *_, captured = undecided(region).entry_of(*given)
+                _require_given(captured)
+                if not any(trees.wants_gradients((given, captured))):
+                    return function(*args, **kwargs)
+                note(region, *given)
+                return recorder.call(next(places), function, (args, kwargs), captured)
 
             with standing_in(stand_in):
-                return step(*args, **kwargs)
+                return called_with(whole, instead, args, kwargs)
 
         calls: list[_Call] = []
         again: list[_Region] = []
 
         def note_call(region: _Region, args: Any, kwargs: Any) -> None:
-            calls.append((region, *trees.map_tensors(_detached, (args, kwargs))))
+            with _outside():
+                calls.append((region, Planner(region, args, kwargs, bound)))
 
         # In a run of its own: what is kept of the arguments would be counted.
-        run(Recorder(leaves, known_workspace), note_call)
+        with _OfArguments():
+            run(Recorder(leaves, known_workspace), note_call)
         if not calls:
             raise _without_regions()
-        fakes = {id(real): each for real, each in zip(own, parameters, strict=True)}
-        made = optimizer_on(optimizer, fakes, "fit(optimizer=...)")
+        made = optimizer_on(optimizer, instead, "fit(optimizer=...)")
 
         def run_again(recorder: Recorder) -> Tensor:
             return run(recorder, lambda *call: again.append(call[0]))
 
-        others = args[1:], kwargs
-        found = record(run_again, leaves, parameters, others, made, costs)
+        others = args[1:], kwargs, buffers
+        found = record(run_again, leaves, parameters, others, made, bound.costs)
     return found, calls, again
+
+
+@final
+class _Step(nn.Module):
+    """A step as a module, of which those that it is given are parts."""
+
+    def __init__(self, step: Callable[..., Tensor], given: Any) -> None:
+        super().__init__()
+        self._step = step
+        leaves, _ = trees.flatten(given)
+        self._parts = nn.ModuleList(m for m in leaves if isinstance(m, nn.Module))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._step(*args, **kwargs)
+
+
+@final
+class _OfArguments(modes.DispatchMode):
+    """Refuses what wants a gradient and was not given to the step, which counts what it is."""
+
+    def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
+        _require_given(trees.tensor_leaves((args, kwargs)))
+        return modes.run_in_mode(op, args, kwargs)
+
+
+@contextlib.contextmanager
+def _outside() -> Generator[None]:
+    """Traces a region as outside of the step: regions in it are themselves, nothing counts."""
+    with isolated(), standing_in(None):
+        yield
+
+
+def _require_given(tensors: Iterable[Tensor]) -> None:
+    for each in tensors:
+        if each.requires_grad and not fakes.is_fake(each):
+            raise _not_given(each)
 
 
 def _detached(tensor: Tensor) -> Tensor:
@@ -276,6 +326,17 @@ def _detached(tensor: Tensor) -> Tensor:
 
 def _name(region: _Region) -> str:
     return str(getattr(region, "__qualname__", repr(region)))
+
+
+def _not_given(tensor: Tensor) -> CapturedTensorError:
+    return refusal(
+        CapturedTensorError,
+        where=f"fit(step), at {user_line()}",
+        what=f"reads a tensor {TensorMeta.of(tensor)} that requires grad and is no argument.",
+        why="What lives in a step is counted of its arguments: this tensor and its gradient "
+        "would be left out.",
+        do="Pass it in the first argument, or the module that it is a parameter of.",
+    )
 
 
 def _without_regions() -> ValueError:

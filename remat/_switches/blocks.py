@@ -141,8 +141,11 @@ _stand_ins = _StandIns()
 
 
 @contextlib.contextmanager
-def standing_in(instead: Instead) -> Generator[None]:
-    """Has a function give what each region that is called inside, on this thread, returns."""
+def standing_in(instead: Instead | None) -> Generator[None]:
+    """Has a function give what each region that is called inside, on this thread, returns.
+
+    With None, regions are themselves again.
+    """
     with attributes_as(_stand_ins, call=instead), departing():
         yield
 

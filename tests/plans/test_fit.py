@@ -4,14 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from remat import (
     BudgetError,
+    CapturedTensorError,
     Fit,
     RematWarning,
     TraceError,
     fit,
+    modules,
     policies,
     remat,
     storage,
@@ -164,6 +166,84 @@ def test_where_nothing_fits() -> None:
         BudgetError, match=r"within 1000 bytes.*Most would help: a smaller optimizer"
     ):
         fit(step, peak=1000, optimizer=20.0)(*args)
+
+
+class Model(nn.Module):
+    """Blocks, of which regions are made, and around them a buffer and a weight used twice."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        blocks = [
+            nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh())
+            for _ in range(4)
+        ]
+        self.blocks = nn.ModuleList(blocks)
+        self.ends = nn.Linear(16, 16, bias=False)
+        self.register_buffer("scale", torch.ones(16))
+        self.to(device, torch.float64)
+        modules.apply(self, "blocks.*")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ends(x) * self.scale
+        for each in self.blocks:
+            x = x + each(x)
+        return self.ends(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    "is_given", [True, False], ids=["the module", "its parameters"]
+)
+def test_a_step_of_a_module(is_given: bool) -> None:
+    """By the module or by `functional_call`: what its regions capture is counted, too."""
+    model, x = Model(), seeded(64, 16)
+    leaves = [*model.parameters()]
+    plain = torch.autograd.grad(model(x), leaves)
+
+    def step(given: Any, x: Tensor) -> Tensor:
+        return given(x) if is_given else torch.func.functional_call(model, given, (x,))
+
+    def run() -> None:
+        model(x).backward()
+        model.zero_grad()
+
+    def fitted(model: nn.Module, x: Tensor, peak: Any) -> Fit:
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return fit(step, peak=peak)(model if is_given else tensors, x)
+
+    found = fitted(model, x, 0.8)
+    shown = str(found)
+    found.apply()
+    run()
+    with LiveBytes() as memory:
+        run()
+
+    there = sum(each.nbytes for each in [*leaves, *model.buffers(), x])
+    predicted = found.predicted_peak_bytes
+    assert memory.peak + there <= predicted <= 1.1 * (memory.peak + there)
+    assert found.timeline.moments[-1].gradients == sum(each.nbytes for each in leaves)
+    assert all(each.grad is None for each in leaves)
+    assert_bitwise(torch.autograd.grad(model(x), leaves), plain)
+    if is_given:
+        assert str(fitted(Model("meta"), x.to("meta"), 0.8)) == shown
+
+
+@pytest.mark.parametrize(
+    "is_region", [True, False], ids=["in a region", "around regions"]
+)
+def test_a_parameter_that_is_no_argument(is_region: bool) -> None:
+    """Would not be counted, nor would its gradient; a constant may be captured."""
+    scale, mask = seeded(16).requires_grad_(), seeded(16)
+    block, head = remat(plain_block), remat(plain_head)
+    step, args = made(block, head)
+    scaled = remat(lambda x: x * scale) if is_region else lambda x: x * scale
+
+    with pytest.raises(
+        CapturedTensorError,
+        match=r"test_fit.py:\d+: reads a tensor float64\[16\] that requires grad.*or the module",
+    ):
+        fit(lambda params, x: step(params, scaled(x)), peak="1GiB")(*args)
+
+    fit(lambda params, x: step(params, x * mask), peak="1GiB")(*args)
 
 
 def test_what_has_no_plan_is_refused() -> None:
