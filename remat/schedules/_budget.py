@@ -111,42 +111,28 @@ Choice = Callable[[int, int, int], int]
 _RECORD = 0
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Stages s .. t with `room` for all but state s; `is_kept`: a snapshot holds it."""
-
-    start: int
-    stop: int
-    room: int
-    is_kept: bool = False
-
-
-def _actions_of(choice: Choice, part: _Stretch, sizes: _Sizes) -> tuple[do.Action, ...]:
-    actions: list[do.Action] = []
-    pending: list[_Stretch | do.Action] = [part]
-    while pending:
-        now = pending.pop()
-        if not isinstance(now, _Stretch):
-            actions.append(now)
-            continue
-        start, stop, room = now.start, now.stop, now.room
+def _actions_of(choice: Choice, sizes: _Sizes, room: int) -> tuple[do.Action, ...]:
+    def run(
+        start: int, stop: int, room: int, *, is_kept: bool = False
+    ) -> Iterator[do.Action]:
+        # Stages start .. stop with `room` for all but state `start`; `is_kept`: a snapshot holds it.
+        if start > stop:
+            return
         middle = choice(start, stop, room)
         if middle == _RECORD:
             # The state of a recorded stage stays for the record's sake.
-            actions += [do.Drop(start)] if now.is_kept else []
-            actions.append(do.Record(start))
-            pending.append(do.Backward(start))
-            if start < stop:
-                room -= sizes.record[start] + sizes.state[start + 1]
-                pending.append(_Stretch(start + 1, stop, room))
-            continue
-        actions += [] if now.is_kept else [do.Snapshot(start)]
-        actions += [do.Advance(start, middle), do.Snapshot(middle)]
-        late = _Stretch(middle, stop, room - sizes.state[middle], is_kept=True)
-        early = _Stretch(start, middle - 1, room, is_kept=True)
-        pending += [early, do.Restore(start), late]
-    return tuple(actions)
+            yield from [do.Drop(start)] if is_kept else []
+            yield do.Record(start)
+            yield from run(start + 1, stop, room - sizes.recorded(start))
+            yield do.Backward(start)
+            return
+        yield from [] if is_kept else [do.Snapshot(start)]
+        yield from (do.Advance(start, middle), do.Snapshot(middle))
+        yield from run(middle, stop, room - sizes.state[middle], is_kept=True)
+        yield do.Restore(start)
+        yield from run(start, middle - 1, room, is_kept=True)
+
+    return tuple(run(0, len(sizes.record) - 1, room))
 
 
 @final
@@ -156,6 +142,10 @@ class _Sizes:
     def __init__(self, stages: Sequence[Stage], unit: int = 1) -> None:
         self.state = [0, *(-(-stage.output_bytes // unit) for stage in stages)]
         self.record = [-(-stage.record_bytes // unit) for stage in stages]
+
+    def recorded(self, stage: int) -> int:
+        """What a recorded stage takes: its record, and the state that it makes."""
+        return self.record[stage] + self.state[stage + 1]
 
 
 def _stretches(count: int) -> Iterator[tuple[int, int]]:
@@ -172,14 +162,14 @@ def _least_bytes(stages: Sequence[Stage]) -> tuple[int, tuple[do.Action, ...]]:
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for start, stop in _stretches(len(stages)):
         rest = found[start + 1, stop][0] if start < stop else 0
-        options = [(sizes.record[start] + sizes.state[start + 1] + rest, _RECORD)]
+        options = [(sizes.recorded(start) + rest, _RECORD)]
         for middle in range(start + 1, stop + 1):
             # A backward over stages holds at least what a run through them does.
             late = sizes.state[middle] + found[middle, stop][0]
             options.append((max(late, found[start, middle - 1][0]), middle))
         found[start, stop] = min(options)
-    part = _Stretch(0, len(stages) - 1, found[0, len(stages) - 1][0])
-    return part.room, _actions_of(lambda s, t, _: found[s, t][1], part, sizes)
+    least, _ = found[0, len(stages) - 1]
+    return least, _actions_of(lambda s, t, _: found[s, t][1], sizes, least)
 
 
 def _within_slots(
@@ -201,9 +191,9 @@ def _within_slots(
     costs: dict[tuple[int, int], Any] = {}
     choices: dict[tuple[int, int], Any] = {}
     for start, stop in _stretches(len(stages)):
-        kept = sizes.record[start] + sizes.state[start + 1]
         rest = costs[start + 1, stop] if start < stop else np.zeros(slots + 1)
-        best: Any = shifted(rest, kept) + (sums[start + 1] - sums[start])
+        best: Any = shifted(rest, sizes.recorded(start))
+        best += sums[start + 1] - sums[start]
         choice: Any = np.full(slots + 1, _RECORD, dtype=np.int16)
         for middle in range(start + 1, stop + 1):
             cost = shifted(costs[middle, stop], sizes.state[middle])
@@ -212,7 +202,5 @@ def _within_slots(
             choice[cost < best] = middle
             best = np.minimum(best, cost)
         costs[start, stop], choices[start, stop] = best, choice
-    last = len(stages) - 1
-    if np.isfinite(costs[0, last][slots]):
-        part = _Stretch(0, last, slots)
-        yield _actions_of(lambda s, t, room: int(choices[s, t][room]), part, sizes)
+    if np.isfinite(costs[0, len(stages) - 1][slots]):
+        yield _actions_of(lambda s, t, room: int(choices[s, t][room]), sizes, slots)
