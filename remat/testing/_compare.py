@@ -69,8 +69,10 @@ def _sign_bits(tensor: Tensor) -> Tensor:
     return tensor.real.signbit() if tensor.is_complex() else tensor.signbit()
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same numbers; NaN is NaN, -0.0 is not 0.0."""
+def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two results hold the same numbers; NaN is NaN, -0.0 is not 0.0."""
+    if one is None or other is None:
+        return one is other
     one, other = (each.detach().resolve_conj().resolve_neg() for each in (one, other))
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
@@ -82,46 +84,42 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch_tensors.same_bits(one.where(~nan, zero), other.where(~nan, zero))
 
 
-def mismatched(one: Tensor | None, other: Tensor | None) -> str:
-    """Why two results cannot be compared by element; "" if they can."""
+def gap_between(one: Tensor | None, other: Tensor | None) -> Gap | str:
+    """How two results differ, or why they cannot be compared by element."""
     if one is None or other is None:
         which = "second" if other is None else "first"
         return f"is missing in the {which} function only."
     if one.shape != other.shape or one.dtype != other.dtype:
         first, second = TensorMeta.of(one), TensorMeta.of(other)
         return f"is {first} in the first and {second} in the second."
-    return ""
+    return Gap.between(one, other)
 
 
 def require_same(
     one: Tensor | None, other: Tensor | None, label: str, where: str, *, exact: bool
 ) -> None:
     """Raises NotEquivalentError if two tensors differ, by a bit or by more than rounding."""
-    if one is None and other is None:
+    if same_bits(one, other) or (not exact and _is_close(one, other)):
         return
-    what = mismatched(one, other)
-    if one is None or other is None:
-        there = other if one is None else one
-        # Whether autograd knows that a gradient is zero is not a matter of rounding.
-        if not exact and there is not None and not there.any():
-            return
-    elif not what:
-        if same_bits(one, other) or (not exact and _is_close(one, other)):
-            return
+    what = gap_between(one, other)
+    if one is not None and isinstance(what, Gap):
         label = f"{label} ({TensorMeta.of(one)})"
-        what = f"{Gap.between(one, other)}"
     rounding = "to rounding, by the defaults of torch.testing.assert_close."
     raise refusal(
         NotEquivalentError,
         where=f"{where}, {label}",
-        what=what,
+        what=str(what),
         why=f"They should agree {'to the last bit.' if exact else rounding}",
         do="testing.first_difference(f, g)(*args) names the first operator whose "
         "result differs, also of functions that are transformed.",
     )
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
+def _is_close(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        there = other if one is None else one
+        # Whether autograd knows that a gradient is zero is not a matter of rounding.
+        return there is None or not there.any()
     try:
         torch.testing.assert_close(other, one, equal_nan=True)
     except AssertionError:

@@ -10,7 +10,7 @@ like `diff`, with values instead of lines, and regardless of order.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any, final
 
 import torch
@@ -21,11 +21,9 @@ from remat._torch import fakes, levels, modes, trees
 from remat._torch.tensors import storage_key
 from remat._tracing import naming
 from remat._user_lines import user_line
-from remat.testing._compare import Gap, mismatched, same_bits
+from remat.testing._compare import Gap, gap_between, same_bits
 from remat.testing._named_transforms import contiguous_cotangents, gradients
-from remat.testing._repeated_call import RepeatedCall, captured
-
-_AFTER = " after the call"
+from remat.testing._repeated_call import AFTER, RepeatedCall
 
 
 @final
@@ -56,7 +54,7 @@ class Difference:
         name = f' "{self.name}"' if self.name and self.op else self.name
         line = f" at {self.source}" if self.source else ""
         where = f"the {self.phase}: {self.op}{name}{line}"
-        if name.endswith(_AFTER):
+        if name.endswith(AFTER):
             where = name
         return f"the first difference is in {where}: {self.gap or self.mismatch}"
 
@@ -148,9 +146,8 @@ def first_difference(
 
     def compare(*args: Any, **kwargs: Any) -> Difference | None:
         call = RepeatedCall((f, g), args, kwargs)
-        wanted = [label for label, t in captured(f).items() if t.requires_grad]
-        one, results = _record_operators(f, call, wanted)
-        other, found = _record_operators(g, call, wanted)
+        one, results = _record_operators(f, call)
+        other, found = _record_operators(g, call)
         result = _first_result(results, found)
         if result is None:
             return None
@@ -168,21 +165,16 @@ _Results = dict[str, Tensor | None]
 
 
 def _record_operators(
-    function: Callable[..., Any], call: RepeatedCall, captures: Iterable[str]
+    function: Callable[..., Any], call: RepeatedCall
 ) -> tuple[list[_ComputedTensor], _Results]:
     with call.run(function) as flat:
-        wanted = [leaf.requires_grad_() for leaf in flat.wanted]
-        reached = captured(function)
-        labels = [k for k in captures if k in reached]
-        operands = [*wanted, *(reached[label] for label in labels)]
+        operands = call.operands(flat)
         with _Recorder() as recorder:
-            outputs = flat(*wanted)
+            outputs = flat(*flat.wanted)
             recorder.phase = "backward"
-            found = gradients(outputs, operands, contiguous_cotangents)
-    names = [f"the gradient of {k}" for k in (*call.wanted_labels, *labels)]
+            found = gradients(outputs, [*operands.values()], contiguous_cotangents)
     results: _Results = dict(zip(flat.labels, outputs, strict=True))
-    results |= dict(zip(names, found, strict=True))
-    results |= {f"{label}{_AFTER}": tensor for label, tensor in flat.after.items()}
+    results |= dict(zip(operands, found, strict=True)) | flat.after
     return recorder.steps, results
 
 
@@ -210,17 +202,14 @@ def _first_unmatched(
 
 def _first_result(results: _Results, found: _Results) -> Difference | None:
     for label in results | found:
-        is_state = label.endswith(_AFTER)
+        is_state = label.endswith(AFTER)
         if is_state and (label not in results or label not in found):
             continue  # only one of the functions reaches it
         one, other = results.get(label), found.get(label)
         is_backward = is_state or label.startswith("the gradient")
         phase = "backward" if is_backward else "forward"
-        if one is None or other is None:
-            if one is not other:
-                return Difference(phase, "", label, "", None, mismatched(one, other))
-        elif not same_bits(one, other):
-            mismatch = mismatched(one, other)
-            gap = None if mismatch else Gap.between(one, other)
-            return Difference(phase, "", label, "", gap, mismatch)
+        if not same_bits(one, other):
+            gap = gap_between(one, other)
+            how = (gap, "") if isinstance(gap, Gap) else (None, gap)
+            return Difference(phase, "", label, "", *how)
     return None

@@ -21,7 +21,7 @@ from remat.testing._named_transforms import (
     parse_transform,
     under_transforms,
 )
-from remat.testing._repeated_call import FlatFunction, RepeatedCall, captured
+from remat.testing._repeated_call import FlatFunction, RepeatedCall
 
 # What torch raises if it has no rule for an operator under a transform; there is no
 # separate class for that.
@@ -199,8 +199,9 @@ class _ComparedPair:
     def _plain_gradients(self) -> _Result:
         """What law 1 compares "grad" with: plain autograd's gradients, zeros for none."""
         found = self._run(self.f, ("backward",), contiguous_cotangents)
-        labels, rows = _gradient_labels(self.call.wanted_labels), _Rows()
-        for place, label in zip(self.call.wanted, labels, strict=True):
+        rows = _Rows()
+        pairs = zip(self.call.wanted, self.call.gradient_labels, strict=True)
+        for place, label in pairs:
             each, exact = found.rows[label]
             zero = torch.zeros_like(self.call.leaves[place]).detach()
             rows[label] = zero if each is None else each, exact
@@ -211,23 +212,15 @@ class _ComparedPair:
     ) -> _Rows:
         if inner:
             flat.leaves = self.call.copied()
-        wanted = [leaf.requires_grad_() for leaf in flat.wanted]
-        own = captured(flat.function)
-        reached = {  # the captured tensors that want a gradient, as `f` calls them
-            label: own.get(label, tensor)
-            for label, tensor in captured(self.f).items()
-            if tensor.requires_grad
-        }
-        operands = [*wanted, *reached.values()]
-        outputs = under_transforms(inner, flat)(*wanted)
-        found = gradients(outputs, operands, cotangents)
+        operands = self.call.operands(flat)
+        outputs = under_transforms(inner, flat)(*flat.wanted)
+        found = gradients(outputs, [*operands.values()], cotangents)
         bits = self.exact and not inner
-        given = (*operands, *outputs)
+        given = (*operands.values(), *outputs)
         keys = [storage_key(each) for each in given if each is not None]
         alone = bits and len({*keys}) == len(keys)  # no two share memory
         names = _numbered_labels(outputs) if inner else flat.labels
-        labels = _gradient_labels([*self.call.wanted_labels, *reached])
-        return _rows(names, outputs, bits) | _rows(labels, found, alone)
+        return _rows(names, outputs, bits) | _rows([*operands], found, alone)
 
     def _transformed(self, flat: FlatFunction, parts: tuple[str, ...]) -> _Rows:
         function, tensors = flat, flat.wanted
@@ -239,7 +232,7 @@ class _ComparedPair:
             function, parts = flat.with_parameters(tuple(named)), parts[:-1]
         found = under_transforms(parts, function)(*tensors)
         if function is flat and parts == ("grad",):
-            return _rows(_gradient_labels(self.call.wanted_labels), found, self.exact)
+            return _rows(self.call.gradient_labels, found, self.exact)
         return _rows(_numbered_labels(found), found, False)
 
 
@@ -252,10 +245,6 @@ def _rows(
 
 def _numbered_labels(found: Sequence[Tensor | None]) -> list[str]:
     return [f"tensor {index} of the result" for index in range(len(found))]
-
-
-def _gradient_labels(names: Sequence[str]) -> list[str]:
-    return [f"the gradient of {name}" for name in names]
 
 
 def _require_equal_results(one: _Result, other: _Result, where: str) -> None:
@@ -271,8 +260,7 @@ def _require_equal_results(one: _Result, other: _Result, where: str) -> None:
     for label, (expected, exact) in one.rows.items():
         require_same(expected, other.rows[label][0], label, where, exact=exact)
     for label in one.after.keys() & other.after.keys():
-        what = f"{label} after the call"
-        require_same(one.after[label], other.after[label], what, where, exact=True)
+        require_same(one.after[label], other.after[label], label, where, exact=True)
 
 
 def _first_line(error: Exception) -> str:

@@ -18,6 +18,9 @@ from remat._torch.tensors import storage_key
 from remat._tracing.arguments import labels
 from remat.testing._named_transforms import is_differentiable
 
+AFTER = " after the call"
+_GRADIENT = "the gradient of"
+
 
 def captured(*functions: Callable[..., Any]) -> dict[str, Tensor]:
     """The tensors that functions reach, by their path in words."""
@@ -59,7 +62,7 @@ class RepeatedCall:
         explicit = [k for k in places if self.leaves[k].requires_grad]
         firsts = {id(self.leaves[k]): k for k in reversed(explicit or places)}
         self.wanted = tuple(sorted(firsts.values()))
-        self.wanted_labels = tuple(self.labels[place] for place in self.wanted)
+        self.gradient_labels = [f"{_GRADIENT} {self.labels[k]}" for k in self.wanted]
         self._tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         self._functions = tuple(map(inspect.unwrap, functions))
         self._survey = _captures.Survey(self._functions)
@@ -73,6 +76,16 @@ class RepeatedCall:
         storages: dict[int, torch.UntypedStorage] = {}
         copies = {id(each): _copied_leaf(each, storages) for each in self._tensors}
         return [copies.get(id(leaf), leaf) for leaf in self.leaves]
+
+    def operands(self, flat: FlatFunction) -> dict[str, Tensor]:
+        """What plain autograd differentiates, leaves and captured tensors, by its gradient."""
+        leaves = [leaf.requires_grad_() for leaf in flat.wanted]
+        found = dict(zip(self.gradient_labels, leaves, strict=True))
+        own = captured(flat.function)
+        for label, tensor in captured(self._functions[0]).items():
+            if tensor.requires_grad:
+                found[f"{_GRADIENT} {label}"] = own.get(label, tensor)
+        return found
 
     @contextlib.contextmanager
     def run(self, function: Callable[..., Any]) -> Generator[FlatFunction]:
@@ -97,7 +110,7 @@ class RepeatedCall:
                 found[f"the default generator of {device}"] = state
         arguments = zip(self.labels, leaves, strict=True)
         found |= {name: leaf for name, leaf in arguments if isinstance(leaf, Tensor)}
-        return {label: tensor.detach().clone() for label, tensor in found.items()}
+        return {f"{k}{AFTER}": each.detach().clone() for k, each in found.items()}
 
 
 @final
