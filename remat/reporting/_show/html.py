@@ -27,16 +27,7 @@ from remat.reporting._records import (
     SavingPoint,
     Timeline,
 )
-from remat.reporting._show.text import (
-    counted_size,
-    heading,
-    made_by,
-    notes,
-    region_rows,
-    show_flops,
-    title,
-    value_row,
-)
+from remat.reporting._show import text
 
 _REGIONS = (
     "region", "layers", "calls", "held", "predicted", "working set", "predicted",
@@ -60,7 +51,7 @@ def html_report(facts: Facts) -> str:
         title=escape(f"remat report: {facts.function}"),
         made=escape(_how_it_was_made(facts)),
         arguments=escape("; ".join(facts.arguments) or "none"),
-        summary=escape("\n".join([*heading(facts), "", *notes(facts)])),
+        summary=escape("\n".join([*text.heading(facts), "", *text.notes(facts)])),
         timeline=_drawn_timeline(facts.timeline),
         regions=regions,
         values=_html_table("values", _VALUES, map(_value_cells, values)),
@@ -76,42 +67,38 @@ def _how_it_was_made(facts: Facts) -> str:
     )
 
 
-_Cell = tuple[str, str]  # the words, and what they are sorted by
+# Words, which are sorted by themselves, or words and the figure that they are sorted by.
+_Cell = str | tuple[str, float | None]
+
+_SORTED_BY = (
+    "calls", "held_bytes", "predicted_held_bytes", "working_set_bytes",
+    "predicted_working_set_bytes", "recompute_flops", "recompute_s",
+)  # fmt: skip
 
 
 def _region_cells(region: RegionReport) -> Sequence[_Cell]:
-    name, *figures = next(iter(region_rows(region)))
+    name, *words = next(iter(text.region_rows(region)))
     layers = "; ".join(layer.label for layer in region.layers)
-    keys: tuple[float | None, ...] = (
-        region.calls,
-        region.held_bytes,
-        region.predicted_held_bytes,
-        region.working_set_bytes,
-        region.predicted_working_set_bytes,
-        region.recompute_flops,
-        None if region.recompute_s is None else round(region.recompute_s * 1e9),
-    )
-    sorted_by = ["" if key is None else str(key) for key in keys]
-    return [(name, name), (layers, layers), *zip(figures, sorted_by, strict=True)]
+    figures = [getattr(region, each) for each in _SORTED_BY]
+    return [name, layers, *zip(words, figures, strict=True)]
 
 
 def _point_cells(point: SavingPoint) -> Sequence[_Cell]:
     size, work = point.saved_bytes, point.recompute_work
-    added = point.added or "nothing"
-    return [(added, added), (show_size(size), str(size)), (show_flops(work), str(work))]
+    sizes, works = (show_size(size), size), (text.show_flops(work), work)
+    return [point.added or "nothing", sizes, works]
 
 
 def _value_cells(value: HeldValue | RecomputedValue) -> Sequence[_Cell]:
     if isinstance(value, HeldValue):
         waits = "held" if value.storage == "Keep()" else value.storage
-        work, read = ("", "0"), value_row(value)[3]
+        work, read = ("", 0), text.value_row(value)[3]
     else:
         waits, read = "recomputed", ""
-        work = (show_flops(value.flops), str(value.flops))
-    name, made, region = title(value), made_by(value), value.region or "none"
-    size = (counted_size(value), str(value.size_bytes))
-    words = [(each, each) for each in (made, read, region)]
-    return [(name, name), size, (waits, waits), work, *words]
+        work = (text.show_flops(value.flops), value.flops)
+    name, made, region = text.title(value), text.made_by(value), value.region or "none"
+    size = (text.counted_size(value), value.size_bytes)
+    return [name, size, waits, work, made, read, region]
 
 
 def _html_table(
@@ -121,10 +108,16 @@ def _html_table(
     for head in map(escape, heads):
         lines.append(f'<th scope="col"><button type="button">{head}</button></th>')
     lines.append("</tr></thead><tbody>")
-    for row in rows:
-        cells = [f'<td data-key="{escape(k)}">{escape(each)}</td>' for each, k in row]
-        lines.append(f"<tr>{''.join(cells)}</tr>")
+    lines += [f"<tr>{''.join(map(_html_cell, row))}</tr>" for row in rows]
     return "\n".join([*lines, "</tbody></table></div>"])
+
+
+def _html_cell(cell: _Cell) -> str:
+    words, key = (cell, cell) if isinstance(cell, str) else cell
+    if isinstance(key, float):
+        key = round(key * 1e9)  # the page compares digits: nanoseconds
+    shown = "" if key is None else escape(str(key))
+    return f'<td data-key="{shown}">{escape(words)}</td>'
 
 
 _WIDTH, _HEIGHT = 660, 240
