@@ -36,11 +36,10 @@ def load_target(target: str, device: str = "cpu") -> Callable[..., Any]:
         thing = getattr(thing, part)
     if not callable(thing):
         raise _refused_word(target, "cannot be called.", "Name a function or a module.")
-    found: Any = thing
-    if not (isinstance(thing, type) and issubclass(thing, nn.Module)):
-        return found
+    if not isinstance(thing, type) or not issubclass(thing, nn.Module):
+        return thing
     with torch.device(device):
-        return found()
+        return thing()
 
 
 def policy_of_word(word: str) -> AbstractPolicy:
@@ -88,9 +87,7 @@ def _module_of_file(path: Path) -> Any:
     if name in sys.modules:
         return sys.modules[name]
     _search_folder(path.parent)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

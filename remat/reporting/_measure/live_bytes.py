@@ -47,34 +47,31 @@ class LiveBytes(modes.DispatchMode):
         super().__init__()
         self.current_bytes = 0
         self.peak_bytes = 0
-        self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
-        self._older: set[weakref.ref[torch.UntypedStorage]] = set()
+        # The bytes of each; None of those that were there before.
+        self._sizes: dict[weakref.ref[torch.UntypedStorage], int | None] = {}
 
     def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Runs the operator and counts the storages that it makes."""
         for tensor in tensors_in((*args, *kwargs.values())):
             for storage in storages(tensor):
-                self._meet(storage)
+                self._sizes.setdefault(weakref.ref(storage, self._forget), None)
         result = modes.run_in_mode(op, args, kwargs)
         for tensor in tensors_in(result):
             for storage in storages(tensor):
                 self._count(storage)
         return result
 
-    def _meet(self, storage: torch.UntypedStorage) -> None:
-        if weakref.ref(storage) not in self._sizes:
-            self._older.add(weakref.ref(storage, self._older.discard))
-
     def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type == "meta" or weakref.ref(storage) in self._older:
-            return
         key = weakref.ref(storage, self._forget)
-        self.current_bytes += storage.nbytes() - self._sizes.get(key, 0)
+        known = self._sizes.get(key, 0)
+        if storage.device.type == "meta" or known is None:
+            return
+        self.current_bytes += storage.nbytes() - known
         self._sizes[key] = storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
     def _forget(self, key: weakref.ref[torch.UntypedStorage]) -> None:
-        self.current_bytes -= self._sizes.pop(key)
+        self.current_bytes -= self._sizes.pop(key) or 0
 
 
 def allocator_peak(devices: Iterable[torch.device]) -> Callable[[], int | None]:
