@@ -170,9 +170,7 @@ class _Measurement:
         # The run of each node's backward program: the longest, as views run there too.
         longest = sorted(self.watch.runs, key=lambda run: -len(run.graph.values))
         self._backwards = {
-            self._caller[id(run)].place: run
-            for run in reversed(longest)
-            if run.phase == "backward" and id(run) in self._caller
+            run.node: run for run in reversed(longest) if run.phase == "backward"
         }
         regions = tuple(map(self._region_report, self.calls.rows))
         traces = self.calls.traces
@@ -222,11 +220,11 @@ class _Measurement:
         predicted = Waits.sum(map(self._predicted_waits, calls))
         runs = [self._backwards.get(call.place) for call in calls]
         known = [run for run in runs if run is not None]
-        graphs = {id(run.graph): run.graph for run in known}  # equal layers share one
-        working_set_bytes = max(map(peak_of_run, graphs.values()), default=0)
-        again = {key: _repeated_flops(graph) for key, graph in graphs.items()}
+        graphs = {run.graph for run in known}  # equal layers share one
+        working_set_bytes = max(map(peak_of_run, graphs), default=0)
+        again = {graph: _repeated_flops(graph) for graph in graphs}
         traced = calls[0].traced
-        flops = [again[id(run.graph)] if run and traced else None for run in runs]
+        flops = [again[run.graph] if run and traced else None for run in runs]
         backward_s = sum(sum(run.times_s.values()) for run in known)
         is_timed = bool(traced) and self.is_timed
         return RegionReport(
@@ -359,7 +357,7 @@ class _Measurement:
         found: Counter[int] = Counter()
         held = {each.allocation for each in self.held.values()}
         for made in held | self._returned:
-            maker = self._caller.get(id(made.run))
+            maker = self._caller.get(made.run)
             if maker is None or maker not in traced.calls or made.phase != "forward":
                 continue
             holders = {place for place, _ in self.readers.get(made.key, ())}
@@ -390,7 +388,7 @@ class _Measurement:
         if held is not None and held.allocation is allocation:
             call = self.calls.at.get(held.node)
         else:
-            call = self._caller.get(id(allocation.run))
+            call = self._caller.get(allocation.run)
         return OUTSIDE if call is None else call.name
 
     def _history(self) -> list[Counter[str]]:
@@ -409,7 +407,7 @@ class _Measurement:
         place = totals.index(max(totals))
         made = self.watch.events[place].allocation
         node = None if made.node is None else self.names[made.node]
-        call = self._caller.get(id(made.run))
+        call = self._caller.get(made.run)
         if call is None and made.node is not None:
             call = self.calls.at.get(made.node)  # what runs again tells of no program
         return Peak(

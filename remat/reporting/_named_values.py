@@ -184,7 +184,7 @@ def named_values(
     found: list[NamedValue] = []
     for seen in watcher.seen:
         if seen.phase == "forward":
-            call = callers.get(id(seen.run))
+            call = callers.get(seen.run)
             row = recomputed.get(_key_of_named(seen, call))
             again, by = row.popleft() if row else (None, call)
             where = ("", None) if by is None else (by.name, by.number)

@@ -53,7 +53,13 @@ class MeasuredStep:
             for path, leaf in trees.leaves_with_path((args, dict(kwargs)))
             if isinstance(leaf, Tensor)
         )
-        self.paths = _paths_of_modules((function, *others))
+        # The path of each module in the nearest model that is reached.
+        self.paths = {
+            id(module): path
+            for node in reversed(self._survey.nodes.values())
+            if isinstance(node.value, nn.Module)
+            for path, module in cast("Any", node.value).named_modules()
+        }
         self._leaves = [aliases.get(id(leaf), leaf) for leaf in leaves]
         self.arguments = tuple(aliases.values())  # the tensors, each once
         changeable = [*self.arguments, *reached]
@@ -154,22 +160,6 @@ def _measured_leaf(tensor: Tensor, explicit: bool) -> Tensor:
     with torch.inference_mode(False):
         own = tensor.clone() if tensor.is_inference() else tensor.detach()
         return own.requires_grad_(wanted)
-
-
-def _paths_of_modules(things: Sequence[object]) -> dict[int, str]:
-    """The path of each module in a model that ran: the function, or what it reaches."""
-    found: dict[int, str] = {}
-    for thing in things:
-        inner = inspect.unwrap(thing) if callable(thing) else thing
-        reached: list[Any] = [thing, getattr(inner, "__self__", None)]
-        if inspect.isfunction(inner):
-            captured = inspect.getclosurevars(inner)
-            reached += [*captured.nonlocals.values(), *captured.globals.values()]
-        for model in reached:
-            if isinstance(model, nn.Module):
-                named = cast("Any", model).named_modules()
-                found = {id(each): path for path, each in named} | found
-    return found
 
 
 @final

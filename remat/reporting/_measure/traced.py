@@ -277,20 +277,19 @@ class RegionCalls:
                 for call in row:
                     call.name = f"{call.name} #{number}"
 
-    def callers(self, runs: Sequence[ProgramRun]) -> dict[int, RegionCall]:
-        """For the id of each run of a region's program, the call.
+    def callers(
+        self, runs: Sequence[ProgramRun]
+    ) -> dict[ProgramRun | None, RegionCall | None]:
+        """The call of each run of a region's program, if it has one.
 
         Forwards run in the order of the calls; for a backward, the run has its node.
         """
-        waiting = {id(each.forward_graph): iter(each.calls) for each in self.traces}
-        found: dict[int, RegionCall] = {}
+        waiting = {each.forward_graph: iter(each.calls) for each in self.traces}
+        found: dict[ProgramRun | None, RegionCall | None] = {}
         for run in runs:
+            found[run] = None if run.node is None else self.at.get(run.node)
             if run.phase == "forward":
-                call = next(waiting.get(id(run.graph), iter(())), None)
-            else:
-                call = None if run.node is None else self.at.get(run.node)
-            if call is not None:
-                found[id(run)] = call
+                found[run] = next(waiting.get(run.graph, iter(())), None)
         return found
 
 

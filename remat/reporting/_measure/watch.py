@@ -25,7 +25,7 @@ from remat.reporting._measure.step import Node
 
 
 @final
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class ProgramRun:
     """One run of a region's program."""
 

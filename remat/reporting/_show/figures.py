@@ -41,17 +41,16 @@ def timeline_figure(
     words, second = timeline.axis
     figure, axes = _figure_and_axes(title, words, f"live bytes ({name})")
     times = [time_s / second for time_s in timeline.times_s]
-    layers = axes.stackplot(
+    axes.stackplot(
         times,
         *([size / unit for size in row] for row in timeline.size_bytes),
         labels=timeline.groups,
-        colors=[_COLORS[k % len(_COLORS)] for k in range(len(timeline.groups))],
+        colors=_COLORS,
+        hatch=_HATCHES,
         step="post",
         edgecolor="0.2",
         linewidth=0.5,
     )
-    for place, layer in enumerate(layers):
-        layer.set_hatch(_HATCHES[place % len(_HATCHES)])
     if plain is not None:
         steps = [time_s / second for time_s in plain.times_s]
         sizes = [size / unit for size in plain.total_bytes]
