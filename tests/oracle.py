@@ -50,7 +50,7 @@ class Oracle:
         self.used = self._used(program)
 
     def _enter(self, step: Step) -> None:
-        out, kind = step.out, step.statement.name
+        out, kind = step.makes[0], step.statement.name
         self.makers[out] = step
         operands = tuple(self.number.get(k, k) for k in step.operands)
         self.root[out], self.number[out] = out, (kind, operands)
@@ -74,7 +74,7 @@ class Oracle:
         """The values through which gradients flow back from the outputs."""
         used = {out for out in program.outputs if self.flows(out)}
         for step in reversed(program.steps):
-            if step.out in used:
+            if step.makes[0] in used:
                 used |= {k for k in step.operands if self.flows(k)}
         return used
 
@@ -83,7 +83,7 @@ class Oracle:
             case "operand":
                 return set(step.operands)
             case "result":
-                return {step.out}
+                return {step.makes[0]}
             case "other operand":
                 one, other = step.operands
                 pairs = ((one, other), (other, one))

@@ -123,9 +123,9 @@ class _Writer:
         numbers_used = numbers[: statement.num_operands]
         operands = tuple(there[number % len(there)] for number in numbers_used)
         name = name if statement.name == "name" else ""
-        number = len(self.makes)
-        other = f"v{number + 1}" if statement.has_other else ""
-        step = Step(statement, operands, f"v{number}", other, name)
+        first = len(self.makes)
+        makes = tuple(f"v{first + place}" for place in range(statement.num_results))
+        step = Step(statement, operands, makes, name)
         alike = dataclasses.replace(step, operands=operands[:1] * len(operands))
         for each in dict.fromkeys((step, alike)):
             if self._runs(each):

@@ -25,9 +25,9 @@ class Statement:
         return 2 if "{1}" in self.text else 1
 
     @property
-    def has_other(self) -> bool:
-        """Whether it makes two values."""
-        return "{other}" in self.text
+    def num_results(self) -> int:
+        """How many values it makes."""
+        return 2 if "{other}" in self.text else 1
 
 
 # Only these have derivatives whose operands are well known.

@@ -43,28 +43,18 @@ CAPTURED_OPERANDS = ("SCALE", "shift", 'TABLE["w"]', "LAYER.weight")
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One statement with its operands, and the variables that it makes.
-
-    `other` is the second of these, "" if there is none; `name` is what `checkpoint_name`
-    calls the value.
-    """
+    """One statement with its operands, and the one or two variables that it makes."""
 
     statement: Statement
     operands: tuple[str, ...]
-    out: str
-    other: str = ""
-    name: str = ""
+    makes: tuple[str, ...]
+    name: str = ""  # what `checkpoint_name` calls the value
 
     @property
     def lines(self) -> list[str]:
         """Its text."""
-        names = {"out": self.out, "other": self.other, "name": self.name}
+        names = {"out": self.makes[0], "other": self.makes[-1], "name": self.name}
         return self.statement.text.format(*self.operands, **names).splitlines()
-
-    @property
-    def makes(self) -> tuple[str, ...]:
-        """The variables that it makes."""
-        return (self.out, self.other) if self.other else (self.out,)
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -32,19 +32,14 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 _Shape = tuple[int, ...]
-# Memory layouts: the shape to make, and the view of it to take.
-_LAYOUTS: dict[str, Callable[[_Shape], tuple[_Shape, str]]] = {
-    "contiguous": lambda shape: (shape, ""),
-    "transposed": lambda shape: ((*shape[:-2], shape[-1], shape[-2]), ".mT"),
-    "expanded": lambda shape: (
-        (1, *shape[1:]),
-        f".expand({', '.join(map(str, shape))})",
-    ),
-    "sliced": lambda shape: ((*shape[:-1], 2 * shape[-1]), "[..., ::2]"),
-    "offset": lambda shape: ((shape[0] + 1, *shape[1:]), "[1:]"),
+# Memory layouts: how many dimensions one needs, the shape to make, and the view of it to take.
+_LAYOUTS: dict[str, tuple[int, Callable[[_Shape], _Shape], str]] = {
+    "contiguous": (0, lambda shape: shape, ""),
+    "transposed": (2, lambda shape: (*shape[:-2], shape[-1], shape[-2]), ".mT"),
+    "expanded": (1, lambda shape: (1, *shape[1:]), ".expand({})"),
+    "sliced": (1, lambda shape: (*shape[:-1], 2 * shape[-1]), "[..., ::2]"),
+    "offset": (1, lambda shape: (shape[0] + 1, *shape[1:]), "[1:]"),
 }
-_NUM_DIMS = {"contiguous": 0, "transposed": 2}
-LAYOUTS = tuple(_LAYOUTS)
 
 
 @final
@@ -54,7 +49,8 @@ class TensorSpec:
 
     Attributes:
         shape: the sizes of its dimensions.
-        layout: how it lies in memory, one of `LAYOUTS`.
+        layout: how it lies in memory: "contiguous", "transposed", "expanded", "sliced"
+            or "offset".
         dtype: a floating dtype.
         seed: which numbers it holds.
         requires_grad: whether it is a leaf that wants a gradient.
@@ -72,8 +68,9 @@ class TensorSpec:
 
     def __repr__(self) -> str:
         """The code that makes the tensor."""
-        base, view = _LAYOUTS[self.layout](self.shape)
-        arguments = [*map(str, base)]
+        _, base, view = _LAYOUTS[self.layout]
+        view = view.format(", ".join(map(str, self.shape)))
+        arguments = [*map(str, base(self.shape))]
         arguments += [f"seed={self.seed}"] if self.seed else []
         arguments += [f"dtype={self.dtype}"] if self.dtype != torch.float64 else []
         gradient = ".requires_grad_()" if self.requires_grad else ""
@@ -93,11 +90,6 @@ def dtypes() -> st.SearchStrategy[torch.dtype]:
     return st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.half])
 
 
-def layouts(shape: Sequence[int]) -> st.SearchStrategy[str]:
-    """The memory layouts of a tensor of this shape, contiguous first."""
-    return st.sampled_from([k for k in LAYOUTS if _NUM_DIMS.get(k, 1) <= len(shape)])
-
-
 @st.composite
 def tensors(
     draw: st.DrawFn,
@@ -109,7 +101,8 @@ def tensors(
     """Tensors of any layout, of one shape or of any; call `.make()` for the tensor."""
     if shape is None:
         shape = draw(shapes(min_dims=0, max_dims=3))
-    return TensorSpec(shape, draw(layouts(shape)), dtype, seed)
+    known = [k for k, (num_dims, *_) in _LAYOUTS.items() if num_dims <= len(shape)]
+    return TensorSpec(shape, draw(st.sampled_from(known)), dtype, seed)
 
 
 KINDS = ("contiguous", "expanded", "transposed", "sliced", "none")
