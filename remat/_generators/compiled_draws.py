@@ -59,14 +59,12 @@ def _drawing(op: Any, *, again: bool) -> Any:
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         device = kwargs["rng_device"]
-        found = device_states.get(device)
         if not again:
+            found = device_states.get(device)
             return (*_results_of_draw(op, args, kwargs), found)
-        device_states.put(kwargs["rng_state"], device)
-        try:
+        with device_states.put_back({device}):
+            device_states.put(kwargs["rng_state"], device)
             drawn = _results_of_draw(op, args, kwargs)
-        finally:
-            device_states.put(found, device)
         return drawn[0] if len(drawn) == 1 else tuple(drawn)
 
     def fake(*args: Any, **kwargs: Any) -> Any:

@@ -6,12 +6,13 @@ Which are registered, and their states by value.
 from __future__ import annotations
 
 import contextlib
-import itertools
+from collections import OrderedDict
 from collections.abc import Generator, Mapping
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from remat._torch import isolation, modes
 
@@ -28,30 +29,11 @@ class Tracker(Protocol):
         ...
 
 
-@final
-class TrackerHandle:
-    """A registration, which ends with `remove()` or with the block of a `with`."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def remove(self) -> None:
-        """Ends it; a second time nothing happens."""
-        registered.pop(self._number, None)
-
-    def __enter__(self) -> TrackerHandle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-
 # By the number of the registration; a trace holds under those that it was made under.
-registered: dict[int, Tracker] = {}
-_numbers = itertools.count(1)
+registered: OrderedDict[int, Tracker] = OrderedDict()
 
 
-def register_tracker(tracker: Tracker) -> TrackerHandle:
+def register_tracker(tracker: Tracker) -> RemovableHandle:
     """Has regions with `rng="preserve"` keep the states of a tracker.
 
     A tracker is any object with `get_states()`, which returns a dict from names to
@@ -112,9 +94,9 @@ def register_tracker(tracker: Tracker) -> TrackerHandle:
                 f"The state {name!r} of this {kind} is a {type(held).__name__}: it must be "
                 "a tensor, as torch.get_rng_state() returns it, or a torch.Generator."
             )
-    number = next(_numbers)
-    registered[number] = tracker
-    return TrackerHandle(number)
+    handle = RemovableHandle(registered)
+    registered[handle.id] = tracker
+    return handle
 
 
 def is_tracker(value: object) -> bool:
