@@ -86,9 +86,9 @@ class _Held:
 
     node: int  # the place of the node
     position: int  # the place of the tensor among what the node saved
-    is_plain: bool  # whether the tensor waits as it is
     allocation: Allocation
     waits: Waits  # the bytes of the storage between forward and backward
+    is_plain: bool  # whether the tensor waits as it is
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -120,13 +120,17 @@ class _Measurement:
         """Notes what each node holds, by storage, with the first node that holds it."""
         self.names = [str(node.raw.name()) for node in nodes]
         self.calls = RegionCalls(nodes)
-        self.held: dict[int, _Held] = {}
-        self.readers: dict[int, list[tuple[int, int]]] = {}
+        self.readers: dict[int, list[_Held]] = {}
         self._pooled: dict[int, Allocation] = {}
         for place, node in enumerate(nodes):
             for position, tensor in enumerate(node.saved):
                 for part in parts_of(tensor):
                     self._hold(place, position, tensor, part)
+        # A storage counts with the first region that holds it, else with the first node.
+        self.held = {
+            key: next((each for each in found if each.node in self.calls.at), found[0])
+            for key, found in self.readers.items()
+        }
         self._returned = self._allocations(outputs)
         found = self.held.values()
         self._away = {each.allocation for each in found if each.waits.elsewhere_bytes}
@@ -145,19 +149,13 @@ class _Measurement:
                 allocation = self._pooled.setdefault(id(part), pooled)
             if allocation is None:
                 continue  # an argument
-            self.readers.setdefault(allocation.key, []).append((place, position))
-            # It counts with the first region that holds it, else with the first node.
-            first = self.held.get(allocation.key)
-            regions = self.calls.at
-            if first is None or (place in regions and first.node not in regions):
-                size = allocation.size_bytes
-                is_in_file = allocation.maker is torch.ops.aten.from_file.default
-                waits = Waits(0, size) if is_away or is_in_file else Waits(size)
-                is_plain = not isinstance(tensor, Waiting)
-                meta = tuple(tensor.shape), tensor.dtype
-                self.held[allocation.key] = _Held(
-                    place, position, is_plain, allocation, waits, *meta
-                )
+            size = allocation.size_bytes
+            is_in_file = allocation.maker is torch.ops.aten.from_file.default
+            waits = Waits(0, size) if is_away or is_in_file else Waits(size)
+            is_plain = not isinstance(tensor, Waiting)
+            meta = is_plain, tuple(tensor.shape), tensor.dtype
+            held = _Held(place, position, allocation, waits, *meta)
+            self.readers.setdefault(allocation.key, []).append(held)
 
     def _allocations(self, tensors: Sequence[Tensor | None]) -> frozenset[Allocation]:
         keys = storage_sizes(each for each in tensors if each is not None)
@@ -312,14 +310,14 @@ class _Measurement:
 
     def _consumers(self, allocation: Allocation) -> tuple[str, ...]:
         found: list[str] = []
-        for place, position in self.readers[allocation.key]:
-            call = self.calls.at.get(place)
+        for reader in self.readers[allocation.key]:
+            call = self.calls.at.get(reader.node)
             if call is None:
-                found.append(self.names[place])
+                found.append(self.names[reader.node])
             elif call.traced is None:
                 found.append(call.name)
             else:
-                found += call.traced.consumers.get(position, ())
+                found += call.traced.consumers.get(reader.position, ())
         return tuple(dict.fromkeys(found))
 
     def _recomputed(self) -> tuple[RecomputedValue, ...]:
@@ -360,7 +358,7 @@ class _Measurement:
             maker = self._caller.get(made.run)
             if maker is None or maker not in traced.calls or made.phase != "forward":
                 continue
-            holders = {place for place, _ in self.readers.get(made.key, ())}
+            holders = {each.node for each in self.readers.get(made.key, ())}
             number = traced.output_classes.get((made.step, made.item))
             is_shared = holders - {maker.place} or made in self._returned
             if number is not None and is_shared:
