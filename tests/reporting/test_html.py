@@ -179,7 +179,7 @@ def test_figures_along_an_axis_are_round(most: float, figures: list[str]) -> Non
 
 
 def test_layers_have_their_names_in_the_model() -> None:
-    """And a partial function that of what it calls."""
+    """Also of one that a helper reaches; and a partial function that of what it calls."""
     layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
     model = modules.apply(nn.Sequential(*layers), lambda path, _: len(path) == 1)
 
@@ -188,11 +188,16 @@ def test_layers_have_their_names_in_the_model() -> None:
 
     partial = remat(functools.partial(scaled, 2.0))
 
+    def helper(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sin()
+
     found = report(model, torch.ones(2, 4))
+    by_helper = report(lambda x: helper(x).sum(), torch.ones(2, 4))
     of_partial = report(lambda x: partial(x).sin(), torch.ones(3))
 
     names = [each.modules for each in found.regions[0].layers]
     assert [name for own in names for name in own] == ["0", "1", "2"]
+    assert [each.modules for each in by_helper.regions[0].layers] == names
     assert [region.name for region in of_partial.regions] == [scaled.__qualname__]
 
 

@@ -201,9 +201,7 @@ def leaves_of(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _raw_nodes(outputs: Sequence[Tensor]) -> list[Any]:
-    return autograd.nodes_behind(
-        [each.grad_fn or get_gradient_edge(each).node for each in outputs]
-    )
+    return autograd.nodes_behind([get_gradient_edge(each).node for each in outputs])
 
 
 def _saved_tensors_of(raw: Any) -> Iterator[Tensor]:
