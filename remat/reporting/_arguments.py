@@ -36,10 +36,10 @@ def load_target(target: str, device: str = "cpu") -> Callable[..., Any]:
         thing = getattr(thing, part)
     if not callable(thing):
         raise _refused_word(target, "cannot be called.", "Name a function or a module.")
-    if not isinstance(thing, type) or not issubclass(thing, nn.Module):
-        return thing
-    with torch.device(device):
-        return thing()
+    if isinstance(thing, type) and issubclass(thing, nn.Module):
+        with torch.device(device):
+            return thing()
+    return cast("Any", thing)
 
 
 def policy_of_word(word: str) -> AbstractPolicy:

@@ -315,3 +315,18 @@ def test_arguments_that_share_memory():
     )
 
     assert check(base, base[1:], base).excused == ()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_arguments_without_strides():
+    """Sparse ones are copied, too."""
+    x, sparse = seeded(3, 2).requires_grad_(), seeded(3, 3).to_sparse_csr()
+
+    def product(x, sparse):
+        return (sparse @ x).sin()
+
+    check = assert_equivalent(
+        product, lambda x, a: (a @ x).sin(), transforms=["backward"]
+    )
+
+    assert check(x, sparse).compared == ("backward",)
