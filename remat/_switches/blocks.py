@@ -19,8 +19,10 @@ import torch
 
 from remat._torch.attributes import attributes_as
 
-_DISABLED = os.environ.get("REMAT_DISABLE", "0") not in ("", "0")
+# From a region, args and kwargs to what stands for the result of the call.
+Instead = Callable[[Any, tuple[Any, ...], Any], Any]
 
+_DISABLED = os.environ.get("REMAT_DISABLE", "0") not in ("", "0")
 
 # `count` is of the open blocks on all threads, so that the fast path tests one integer.
 departures = types.SimpleNamespace(count=0)
@@ -40,26 +42,18 @@ def departing() -> Generator[None]:
 
 
 @final
-class _Depth(threading.local):
-    """How many blocks of one kind this thread is in."""
+class _OfThread(threading.local):
+    """The blocks that this thread is in."""
 
     def __init__(self) -> None:
         # On the instance, where Dynamo notices a change.
-        self.depth = 0
-
-    @contextlib.contextmanager
-    def entered(self) -> Generator[None]:
-        """One more, until the `with` statement ends."""
-        self.depth += 1
-        try:
-            with departing():
-                yield
-        finally:
-            self.depth -= 1
+        self.is_disabled = False
+        self.is_first_order = False
+        self.instead: Instead | None = None  # what stands in for regions
+        self.tiled: dict[int, Any] | None = None  # where tiled calls are noted
 
 
-_off = _Depth()
-_first = _Depth()
+_here = _OfThread()
 
 
 @contextlib.contextmanager
@@ -77,7 +71,7 @@ def disabled() -> Generator[None]:
         >>> y.grad_fn.name()
         'SinBackward0'
     """
-    with _off.entered():
+    with attributes_as(_here, is_disabled=True), departing():
         yield
 
 
@@ -105,7 +99,7 @@ def first_order() -> Generator[None]:
         >>> slope
         tensor([1., 1., 1.])
     """
-    with _first.entered():
+    with attributes_as(_here, is_first_order=True), departing():
         yield
 
 
@@ -114,7 +108,7 @@ def is_disabled() -> bool:
 
     An exported program is a forward, for any size that is left open.
     """
-    return _DISABLED or _off.depth > 0 or torch.compiler.is_exporting()
+    return _DISABLED or _here.is_disabled or torch.compiler.is_exporting()
 
 
 def is_inert() -> bool:
@@ -126,59 +120,35 @@ def is_inert() -> bool:
     )
 
 
-Instead = Callable[[Any, tuple[Any, ...], Any], Any]
-"""From a region, args and kwargs to what stands for the result of the call."""
-
-
-@final
-class _StandIns(threading.local):
-    """What stands in for the regions that this thread calls."""
-
-    call: Instead | None = None
-
-
-_stand_ins = _StandIns()
-
-
 @contextlib.contextmanager
 def standing_in(instead: Instead | None) -> Generator[None]:
     """Has a function give what each region that is called inside, on this thread, returns.
 
     With None, regions are themselves again.
     """
-    with attributes_as(_stand_ins, call=instead), departing():
+    with attributes_as(_here, instead=instead), departing():
         yield
 
 
 def stand_in() -> Instead | None:
     """What stands in for regions on this thread, if anything does."""
-    return _stand_ins.call
-
-
-@final
-class _Noted(threading.local):
-    """What this thread is to note of its calls."""
-
-    tiled: dict[int, Any] | None = None
-
-
-_noted = _Noted()
+    return _here.instead
 
 
 @contextlib.contextmanager
 def noting_tiled() -> Generator[dict[int, Any]]:
     """Collects what is called inside, on this thread, and has a number of `tiles`, by identity."""
     found: dict[int, Any] = {}
-    with attributes_as(_noted, tiled=found):
+    with attributes_as(_here, tiled=found):
         yield found
 
 
 def note_tiled(owner: Any) -> None:
     """Notes a call of what runs in `owner.tiles` tiles, which a plan may change."""
-    if _noted.tiled is not None:
-        _noted.tiled[id(owner)] = owner
+    if _here.tiled is not None:
+        _here.tiled[id(owner)] = owner
 
 
 def is_first_order() -> bool:
     """Whether this thread wants no second derivative of the regions it calls."""
-    return _first.depth > 0
+    return _here.is_first_order
