@@ -254,13 +254,15 @@ class DecoratedFunction(Generic[_P, _R]):
             self.kind = self._registered()
 
     def __reduce__(self) -> Any:
-        """Pickles a decorated function by its name, another region by its parts."""
+        """Pickles a decorated function by its name, another region by its parts as they are now."""
+        self.follow_class()
         if _decorated_by_name(self) is self:
             return self._fun.__qualname__
         return type(self), (self._fun, self.settings)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecoratedFunction[_P, _R]:
-        """Copies what is wrapped; options are values, and may hold a device mesh."""
+        """Copies what is wrapped now; options are values, and may hold a device mesh."""
+        self.follow_class()
         if _decorated_by_name(self) is self:
             return self
         return type(self)(copy.deepcopy(self._fun, memo), self.settings)
@@ -317,16 +319,6 @@ class MethodRegion(DecoratedFunction[_P, _R]):
             self.__dict__.pop("_cache", None)
             own: Any = types.MethodType(now, method.__self__)
             cast("Any", MethodRegion).__init__(self, own, self.settings)
-
-    def __reduce__(self) -> Any:
-        """Pickles it by its parts, as they are now."""
-        self.follow_class()
-        return super().__reduce__()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DecoratedFunction[_P, _R]:
-        """Copies the module's method as it is now."""
-        self.follow_class()
-        return super().__deepcopy__(memo)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the method; its backward will recompute."""

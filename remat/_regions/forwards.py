@@ -156,10 +156,7 @@ class Forward:
     def is_alone(self) -> bool:
         """Whether a run under its own switches is the program's run, and nothing else."""
         return (
-            self.verification is None
-            and not self.storages
-            and not self.numerics.autocast
-            and self.placements is None
+            self.verification is None and not self.storages and self.placements is None
         )
 
     def __call__(self, tensors: Sequence[Tensor], numerics: Numerics) -> Results:
@@ -279,8 +276,9 @@ class FastPath:
     num_states: int  # how many are generator states: the rest
     #: How what is returned is made; None where the outputs are it.
     views: tuple[View, ...] | None
-    followed: tuple[Followed, ...] = ()  # the latest backwards of each kind
-    followed_at_level: tuple[Followed, ...] = ()  # under one level of torch.func
+    followed: tuple[Followed, ...] = ()  # the latest backwards that nothing recorded
+    #: Those under one level of torch.func, whose cotangents may be plain, too.
+    followed_at_level: tuple[Followed, ...] = ()
     mapped: tuple[Mapped, ...] = ()  # the latest mapped programs
 
     @classmethod

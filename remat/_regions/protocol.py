@@ -13,7 +13,6 @@ from torch import Tensor
 from remat._graph.joint import View
 from remat._graph.meta import Layout, TensorMeta, whole_layout
 from remat._partition.stages import Stages
-from remat._programs.program import Program
 from remat._regions.forwards import Calls, FastPath, Forward, Results
 from remat._regions.functions import Batch, Roots
 from remat._switches.numerics import Numerics
@@ -88,8 +87,6 @@ class Region(Protocol):
     @property
     def calls(self) -> Calls: ...
     @property
-    def program(self) -> Program | None: ...
-    @property
     def views(self) -> tuple[View, ...] | None: ...
     @property
     def num_draws(self) -> int: ...
@@ -101,7 +98,7 @@ class Region(Protocol):
     def explained(self) -> Explained | None: ...
     @property
     def held_apart(self) -> tuple[Tensor, ...]: ...
-    def one_program(self, roots: Roots) -> Forward | None: ...
+    def one_program(self, roots: Roots, numerics: Numerics) -> Forward | None: ...
     def fast_path(self, roots: Roots, numerics: Numerics) -> FastPath | None: ...
     def forward(
         self, roots: Roots, save: bool
@@ -161,7 +158,6 @@ class WithoutProgram:
     states = ()
     inputs = MappingProxyType[int, AbstractStorage]({})
     calls = Calls()
-    program = None
     num_draws = 0
     explained = None
 
@@ -175,7 +171,7 @@ class WithoutProgram:
         """False: which operands the outputs depend on is known before a run."""
         return False
 
-    def one_program(self, roots: Roots) -> None:
+    def one_program(self, roots: Roots, numerics: Numerics) -> None:
         """None, like what follows: it takes a program."""
 
     def fast_path(self, roots: Roots, numerics: Numerics) -> None:

@@ -34,7 +34,7 @@ from remat._regions.run_backward import (
     run_freeing,
     second_derivative,
 )
-from remat._regions.waiting import joints_of, store_inputs
+from remat._regions.waiting import Waiting, store_inputs
 from remat._switches import blocks
 from remat._switches.numerics import Numerics
 from remat._torch import autograd, dynamo, guards, levels, tracer
@@ -50,23 +50,16 @@ def bind_all(
     call: Call, tensors: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
     """What the region's function returns, and the new values of what it changed."""
-    if guards.is_quiet():
-        is_recorded = not call.is_last and _is_differentiated(call, tensors)
-        opened = opened_for(call, tensors, save=False) if is_recorded else None
-        if opened is not None:
-            outputs = _run_opened(call, opened, tensors).outputs
-            return returned_by(call, outputs, tensors), ()
-        fast_path = (
-            call.region.fast_path(call.roots, call.numerics) if is_recorded else None
-        )
+    region, tensors = call.region, levels.unwrap_dead(tensors)
+    is_plain = region.keeps and not call.is_last and guards.is_quiet()
+    if is_plain and _is_differentiated(call, tensors):
+        fast_path = region.fast_path(call.roots, call.numerics)
         if fast_path is not None:
             call = call._replace(
                 is_first_order=_wants_first_order(), fast_path=fast_path
             )
-            return run_fast(call, levels.unwrap_dead(tensors)), ()
-        results = _run_quietly(call, levels.unwrap_dead(tensors), save=False)
-    else:
-        results = run(call, tensors, save=False)
+            return run_fast(call, tensors), ()
+    results = run(call, tensors, save=False)
     return returned_by(call, results.outputs, tensors), results.mutations
 
 
@@ -128,7 +121,7 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     pairs = unpack_duals(tensors) if dual_level_is_active() else []
     is_pushed = any(pair.tangent is not None for pair in pairs)
     tangents = [pair.tangent for pair in pairs]
-    if is_differentiated or is_pushed:
+    if is_pushed or (is_differentiated and not call.is_last):
         opened = opened_for(call, tensors, save, tangents)
         if opened is not None:
             return _run_opened(call, opened, tensors)
@@ -366,10 +359,10 @@ def _forward(ctx: Any, recording: _Recording, *operands: Tensor) -> tuple[Tensor
         outputs = [levels.wrap_at(tensor, level) for tensor in outputs]
     own = results.saved if call.region.keeps else ()
     kept = () if call.is_last else (*own, *operands)
-    ctx.call, ctx.level = call, level
-    ctx.is_first_order = _wants_first_order()
+    ctx.call, ctx.level = call._replace(is_first_order=_wants_first_order()), level
     ctx.num_states = len(results.states)
-    ctx.waiting = joints_of(kept)
+    waiting = [each.stored for each in kept if isinstance(each, Waiting)]
+    ctx.waiting = prefetch.awaited(waiting)
     # Without a transform, and in a trace, autograd itself finds out what was changed.
     is_own = interpreter is None or tracer.proxy_is_active()
     ctx.versions = () if is_own else levels.versions_below(kept)
@@ -419,14 +412,17 @@ def node_gradients(
     """Computes the gradients by a region: by its program alone where nothing records them."""
     present = [each for each in cotangents if each is not None]
     is_recorded = torch.is_grad_enabled() or not autograd.is_plain_autograd()
-    if derived.program is not None and not is_recorded:
-        return run_freeing(derived, derived.program, ctx, present)
-    kept, call = read_saved(ctx), ctx.call
+    call: Call = ctx.call
+    numerics = Numerics.current()
+    forward = None if is_recorded else derived.one_program(call.roots, numerics)
+    if forward is not None:
+        return run_freeing(derived, forward.program, ctx, present)
+    kept = read_saved(ctx)
     try:
         require_recordable(present)
         below = Call(
-            *(derived, call.roots, Numerics.current(), call.labels),
-            is_last=ctx.is_first_order,
+            *(derived, call.roots, numerics, call.labels),
+            is_last=call.is_first_order,
             connected_below=connected_below(ctx.level, kept),
         )
         found = bind(below, [*kept, *present])
@@ -510,8 +506,8 @@ def _gradients_fast(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None
                 explain_failure(error, ctx)
                 raise
             return by_operand(wanted, found) if False in wanted[1:] else (None, *found)
-    ctx.is_first_order, ctx.num_states = ctx.call.is_first_order, fast_path.num_states
-    ctx.level, ctx.versions = 0, ()  # autograd itself finds changed tensors here
+    ctx.level, ctx.num_states = 0, fast_path.num_states
+    ctx.versions = ()  # autograd itself finds changed tensors here
     return look_up_gradients(ctx, cotangents)
 
 
@@ -524,10 +520,10 @@ def look_up_gradients(
     numerics = Numerics.current()
     derived = pulled_back(ctx, cotangents)
     present = [each for each in cotangents if each is not None]
-    forward = derived.one_program(ctx.call.roots)
+    forward = derived.one_program(ctx.call.roots, numerics)
     # Tracing may have run code of the user that sets a switch and leaves it set.
     is_as_asked = Numerics.current() == numerics and len(present) == len(cotangents)
-    if forward is not None and is_as_asked and _is_alone(ctx, derived, present):
+    if forward is not None and is_as_asked and _is_told(ctx, derived, present):
         known = Followed(
             check=guards.tensor_guard(present),
             wanted=ctx.needs_input_grad,
@@ -543,14 +539,14 @@ def look_up_gradients(
     return node_gradients(ctx, derived, cotangents)
 
 
-def _is_alone(ctx: Any, derived: Region, cotangents: Sequence[Tensor]) -> bool:
-    """Whether a backward is its program alone, for cotangents that a guard tells apart."""
+def _is_told(ctx: Any, derived: Region, cotangents: Sequence[Tensor]) -> bool:
+    """Whether a guard tells a backward that is one program from all others."""
     if ctx.level:
-        is_more = ctx.is_first_order or derived.views
+        is_more = ctx.call.is_first_order or derived.views
         return not is_more and all(map(guards.is_told_by_wrapper, cotangents))
     is_recorded = torch.is_grad_enabled() or not guards.is_quiet()
-    is_alone = derived.program is not None and not (derived.views or is_recorded)
-    return is_alone and all(map(guards.is_plain, cotangents))
+    is_more = derived.views or is_recorded
+    return not is_more and all(map(guards.is_plain, cotangents))
 
 
 class _FastPathFunction(torch.autograd.Function):

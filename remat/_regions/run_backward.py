@@ -17,6 +17,7 @@ from remat._programs.program import Program
 from remat._regions import out_of_memory
 from remat._regions.forwards import make_views
 from remat._regions.protocol import Call, Region
+from remat._regions.waiting import resumed
 from remat._torch import autograd, levels
 
 
@@ -40,7 +41,7 @@ def run_freeing(
     derived: Region, program: Program, ctx: Any, cotangents: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Computes the gradients by a region's program, which frees what was saved as it goes."""
-    read = [*read_saved(ctx), *cotangents]
+    read = [*resumed(read_saved(ctx)), *cotangents]
     # A gradient may be a cotangent, or a view of one, or none.
     passed = {
         view.operand: read[derived.num_leading + view.operand]

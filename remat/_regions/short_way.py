@@ -87,7 +87,8 @@ def _mapped_program(
     if call.region.num_draws or not all(map(guards.is_plain, physical)):
         return None
     batched = call.region.batched(call.roots, batch._replace(metas=metas), True)
-    forward, dims = batched.region.one_program(call.roots), batched.dims
+    forward = batched.region.one_program(call.roots, call.numerics)
+    dims = batched.dims
     if forward is None or dims is None:
         return None
     check = guards.tensor_guard(physical)
@@ -117,7 +118,7 @@ def _forward(ctx: Any, run: _Run, *operands: Tensor) -> tuple[Tensor, ...]:
         found = levels.wrap_batched(found, mapped[1], mapped[0])
     kept = (*found[first:last], *operands)
     ctx.call, ctx.level, ctx.num_states = call, level, path.num_states
-    ctx.is_first_order, ctx.waiting = call.is_first_order, None
+    ctx.waiting = None
     ctx.save_for_backward(*kept, *found[last:])
     ctx.set_materialize_grads(False)
     return tuple(map(levels.wrap_at, found[:first], repeat(level)))

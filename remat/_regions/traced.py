@@ -127,8 +127,6 @@ class TracedRegion:
     )
     #: Numbers the calls of the function; those of its derivatives too.
     calls: Calls = dataclasses.field(default_factory=Calls)
-    #: The forward's program, if a call under the switches of its derivation is one run of it.
-    program: Program | None = None
     #: The region whose program its forward was made from; None if none was.
     made_from: TracedRegion | None = None
     is_opened: bool = False  # whether it is that region's program itself
@@ -210,10 +208,11 @@ class TracedRegion:
         """Itself; None for a derivative, which has run some operators again by then."""
         return None if self.is_derivative else self
 
-    def one_program(self, roots: Roots) -> Forward | None:
-        """The forward that saves, if a call is one run of its program."""
+    def one_program(self, roots: Roots, numerics: Numerics) -> Forward | None:
+        """The forward that saves, if a call under these switches is one run of its program."""
         forward = self.forward(roots, save=True)
-        return forward if forward.is_one_program else None
+        is_met = forward.numerics.are_met_by(numerics)
+        return forward if is_met and forward.is_one_program else None
 
     def fast_path(self, roots: Roots, numerics: Numerics) -> FastPath | None:
         """The forward that saves, if a call needs no more than to run its program."""
@@ -294,20 +293,12 @@ class TracedRegion:
         require_parts(self.placements or (), asked)
         forward, states = self._backward(roots, asked.without_gradients())
         cotangents = [meta for meta in asked.cotangents if meta is not None]
-        is_alone = (
-            forward.verification is None
-            and forward.placements is None
-            and not self.inputs
-            and not self.stages(roots).storages
-            and forward.numerics.are_met_by(asked.numerics)
-        )
         outputs = tuple(itertools.compress(self.chosen, asked.layouts))
         wanted = tuple(index for index, each in enumerate(asked.wanted) if each)
         pull = Pull(outputs, wanted, len(self.operands))
         function = self.function.derive(lambda f: pullback(f, pull), "vjp", pull)
         operands = (*self.operands, *states, *cotangents)
-        program, num_states = forward.program if is_alone else None, asked.num_states
-        return self._derive(function, operands, forward, num_states, program=program)
+        return self._derive(function, operands, forward, asked.num_states)
 
     def _derive(
         self,
@@ -317,7 +308,6 @@ class TracedRegion:
         num_states: int = 0,
         *,
         verify: bool = False,
-        program: Program | None = None,
     ) -> TracedRegion:
         """A region derived from this one, by a program that was made from this one's or anew.
 
@@ -333,7 +323,6 @@ class TracedRegion:
             verify=verify,
             inputs=self.inputs,
             calls=self.calls,
-            program=program,
             made_from=self if is_made else None,
         )
 

@@ -162,13 +162,6 @@ def resumed(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     ]
 
 
-def joints_of(tensors: Sequence[Tensor]) -> prefetch.Awaited | None:
-    """What waits among the tensors of one node of autograd, if it comes back jointly."""
-    if Waiting not in map(type, tensors):
-        return None
-    return prefetch.awaited([each.stored for each in tensors if type(each) is Waiting])
-
-
 class _Through(torch.autograd.Function):
     """A function of a tensor, through which gradients flow as if it returned the tensor."""
 
