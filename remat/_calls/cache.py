@@ -20,7 +20,6 @@ from remat._calls.routes import (
     Found,
     Route,
     first_holding,
-    is_simple,
     route_of,
     tensor_guard_here,
 )
@@ -238,10 +237,10 @@ class Cache:
             elif route.same_thread():
                 return
             # One that a change of the number of threads has broken is replaced.
-        if len(others) < _MOST_ROUTES and is_simple(
-            (site.args, site.kwargs), site.objects, tensor_guard
-        ):
-            self.routes = [*others, route_of(site, entries, tensor_guard)]
+        is_room = len(others) < _MOST_ROUTES
+        route = route_of(site, entries, tensor_guard) if is_room else None
+        if route is not None:
+            self.routes = [*others, route]
 
     def _drop_oldest(self) -> None:
         """Drops the entries that were used longest ago until `cache_size` are left."""

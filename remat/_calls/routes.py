@@ -12,7 +12,7 @@ metadata, static values and types; it keeps no object of the user alive.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 from torch import Tensor
 
@@ -61,45 +61,37 @@ def tensor_guard_here() -> TensorGuard | None:
 
 
 def guard_of(
-    args: _Args, kwargs: Mapping[str, Any], tensor_guard: TensorGuard = PLAINLY
-) -> Guard:
-    """Recognizes calls that have the signature of this one, which `is_simple` accepts."""
-    return _GuardWriter(tensor_guard).function(args, kwargs)
+    args: _Args,
+    kwargs: Mapping[str, Any],
+    objects: Sequence[object] = (),
+    tensor_guard: TensorGuard = PLAINLY,
+) -> Guard | None:
+    """Recognizes calls that have the signature of this one; None if a guard cannot.
 
-
-def is_simple(
-    tree: Any, objects: Sequence[object] = (), tensor_guard: TensorGuard = PLAINLY
-) -> bool:
-    """Whether a tree is made of tuples, lists, dicts and leaves that a guard tells apart."""
-    if isinstance(tree, Tensor):
-        return tensor_guard.is_told(tree)
-    if type(tree) in {tuple, list}:
-        return all(is_simple(each, objects, tensor_guard) for each in tree)
-    if type(tree) is dict:
-        return all(is_simple(each, objects, tensor_guard) for each in tree.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    if static_key(tree) is not None:
-        return True
-    is_object = any(tree is each for each in objects) and not isinstance(tree, type)
-    return is_object and _captures.shows_contents(_guarded_type(tree))
+    It can if the call is made of tuples, lists, dicts, and leaves that it tells apart; `objects`
+    are those that are looked into.
+    """
+    return _GuardWriter(objects, tensor_guard).function(args, kwargs)
 
 
 @final
 class _GuardWriter:
     """Writes the guard of a call."""
 
-    def __init__(self, tensor_guard: TensorGuard) -> None:
+    def __init__(self, objects: Sequence[object], tensor_guard: TensorGuard) -> None:
+        self._known = objects
         self._told = tensor_guard
-        self.tensors: list[Tensor] = []
+        self._tensors: list[Tensor] = []
         self._places: list[str] = []
         self._objects: list[str] = []
         self._lines: list[str] = []
         self._space: dict[str, Any] = {"static_key": static_key}
 
-    def function(self, args: _Args, kwargs: Mapping[str, Any]) -> Guard:
+    def function(self, args: _Args, kwargs: Mapping[str, Any]) -> Guard | None:
         """The function that recognizes the containers and the leaves of this call."""
-        self._tree("args", args)
-        self._tree("kwargs", dict(kwargs))
-        self._space["check"] = self._told.guard(self.tensors)
+        if not (self._tree("args", args) and self._tree("kwargs", dict(kwargs))):
+            return None
+        self._space["check"] = self._told.guard(self._tensors)
         self._require(f"check({', '.join(self._places)})")
         tensors, roots = _tuple(self._places), _tuple(["fun", *self._objects])
         lines = [*self._lines, f"return {tensors}, {roots}"]
@@ -108,37 +100,42 @@ class _GuardWriter:
         exec(compile(text, "<remat guard>", "exec"), self._space)
         return self._space["take"]
 
-    def _tree(self, place: str, tree: Any) -> None:
+    def _tree(self, place: str, tree: Any) -> bool:
+        """Writes the checks of a part of the call; False if it cannot be told apart."""
         if isinstance(tree, Tensor):
             # The check at the end refuses an object that is in two places.
-            for known, first in zip(self.tensors, self._places, strict=True):
+            for known, first in zip(self._tensors, self._places, strict=True):
                 if known is tree:
                     self._require(f"{place} is {first}")
-                    return
-            self.tensors.append(tree)
+                    return True
+            self._tensors.append(tree)
             self._places.append(place)
-        elif isinstance(tree, (tuple, list)):
-            kind = self._constant(type(tree))  # pyright: ignore[reportUnknownArgumentType]
-            self._require(f"type({place}) is {kind} and len({place}) == {len(tree)}")  # pyright: ignore[reportUnknownArgumentType]
-            self._items(place, place, tree)  # pyright: ignore[reportUnknownArgumentType]
-        elif isinstance(tree, dict):
-            keys = self._constant(tuple(tree))  # pyright: ignore[reportUnknownArgumentType]
+            return self._told.is_told(tree)
+        kind = cast("type[object]", type(tree))
+        if kind in {tuple, list}:
+            name = self._constant(kind)
+            self._require(f"type({place}) is {name} and len({place}) == {len(tree)}")
+            return self._items(place, place, tree)
+        if kind is dict:
+            keys = self._constant(tuple(tree))
             same = f"tuple({place}) == {keys}" if tree else f"not {place}"
             self._require(f"type({place}) is dict and {same}")
-            self._items(place, f"{place}.values()", list(tree.values()))  # pyright: ignore[reportUnknownArgumentType]
-        elif (key := static_key(tree)) is not None:
+            return self._items(place, f"{place}.values()", list(tree.values()))
+        if (key := static_key(tree)) is not None:
             self._require(f"static_key({place}) == {self._constant(key)}")
-        else:
-            self._objects.append(place)
-            self._require(f"type({place}) is {self._constant(_guarded_type(tree))}")
+            return True
+        self._objects.append(place)
+        self._require(f"type({place}) is {self._constant(kind)}")
+        is_object = any(tree is each for each in self._known)
+        is_object = is_object and not isinstance(tree, type)
+        return is_object and _captures.shows_contents(kind)
 
-    def _items(self, place: str, source: str, items: Sequence[Any]) -> None:
+    def _items(self, place: str, source: str, items: Sequence[Any]) -> bool:
         if not items:
-            return
+            return True
         names = [f"{place}_{index}" for index in range(len(items))]
         self._lines.append(f"{', '.join(names)}, = {source}")
-        for name, item in zip(names, items, strict=True):
-            self._tree(name, item)
+        return all(map(self._tree, names, items))
 
     def _require(self, clause: str) -> None:
         self._lines.append(f"if not ({clause}): return None")
@@ -147,10 +144,6 @@ class _GuardWriter:
         name = f"c{len(self._space)}"
         self._space[name] = value
         return name
-
-
-def _guarded_type(thing: object) -> type[object]:
-    return type(thing)
 
 
 def _tuple(names: Sequence[str]) -> str:
@@ -176,12 +169,16 @@ class Route(NamedTuple):
     same_thread: Callable[[], bool]  # whether the switches are those that were in force
 
 
-def route_of(site: CallSite, entries: list[Entry], tensor_guard: TensorGuard) -> Route:
-    """The route of a call that `is_simple` accepts, some tensor among its leaves.
+def route_of(
+    site: CallSite, entries: list[Entry], tensor_guard: TensorGuard
+) -> Route | None:
+    """The route of a call, some tensor among its leaves; None if no guard recognizes it.
 
     Other transforms and dispatch modes are not asked for: the check of its tensors fails there.
     """
-    take = guard_of(site.args, site.kwargs, tensor_guard)
+    take = guard_of(site.args, site.kwargs, site.objects, tensor_guard)
+    if take is None:
+        return None
     same_thread = guards.thread_guard()
     numerics = site.numerics
     run_fast_path = run_fast if tensor_guard is PLAINLY else run_short

@@ -118,7 +118,6 @@ def _forward(ctx: Any, run: _Run, *operands: Tensor) -> tuple[Tensor, ...]:
         found = levels.wrap_batched(found, mapped[1], mapped[0])
     kept = (*found[first:last], *operands)
     ctx.call, ctx.level, ctx.num_states = call, level, path.num_states
-    ctx.waiting = None
     ctx.save_for_backward(*kept, *found[last:])
     ctx.set_materialize_grads(False)
     return tuple(map(levels.wrap_at, found[:first], repeat(level)))
