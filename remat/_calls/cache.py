@@ -70,9 +70,7 @@ class Cache:
         self.families: dict[Hashable, Family] = {}
         self.calls = Calls()
         self.routes: list[Route] = []
-        self.routed = 0  # calls that a route has served
-        self._routed_before = 0
-        self.hits = 0  # other calls that found a trace
+        self.hits = 0  # calls that found a trace
         self.misses = 0
         self.is_told = False  # that one of these has grown long
         self.histories = weakref.WeakKeyDictionary[object, TraceHistory]()
@@ -219,7 +217,6 @@ class Cache:
         """Tries a route first: the next layer is likely to be called like this one."""
         # The function that ran may have cleared the cache.
         if route in self.routes:
-            self.routes[0].entries[0].touch()
             self.routes = [route, *(each for each in self.routes if each is not route)]
 
     def add_route(self, site: CallSite) -> None:
@@ -244,9 +241,6 @@ class Cache:
 
     def _drop_oldest(self) -> None:
         """Drops the entries that were used longest ago until `cache_size` are left."""
-        if self.routes and self.routed != self._routed_before:
-            self._routed_before = self.routed
-            self.routes[0].entries[0].touch()
         kept = [(key, each) for key, found in self.entries.items() for each in found]
         kept.sort(key=lambda pair: pair[1].used)
         dropped = kept[: max(0, len(kept) - self.settings.cache_size)]

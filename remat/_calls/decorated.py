@@ -83,7 +83,7 @@ class DecoratedFunction(Generic[_P, _R]):
         for route in routes:
             returned = route.run(self._fun, args, kwargs)
             if returned is not MISSED:
-                cache.routed += 1
+                cache.hits += 1
                 if route is not routes[0]:
                     cache.prefer_route(route)
                 return returned
@@ -97,7 +97,7 @@ class DecoratedFunction(Generic[_P, _R]):
         if instead is not None:
             return instead(self, args, kwargs)
         if self.settings.engine == "rerun":
-            return flat_call.call(self._fun, args, kwargs, self._rng)
+            return flat_call.call(self._fun, args, kwargs, self._resolved.rng)
         self._known = self._cache
         site = call_site(self._fun, args, kwargs, self.settings.statics)
         try:
@@ -110,7 +110,7 @@ class DecoratedFunction(Generic[_P, _R]):
                 return self._fun(*args, **kwargs)
             if not (is_auto and advises_rerun(refused)):
                 raise
-            returned = flat_call.call(self._fun, args, kwargs, self._rng)
+            returned = flat_call.call(self._fun, args, kwargs, self._resolved.rng)
             self._cache.rerun_from_now_on(site, refused)
             return returned
 
@@ -154,13 +154,10 @@ class DecoratedFunction(Generic[_P, _R]):
         return _caches.setdefault(key, Cache(settings, self._where))
 
     @property
-    def _rng(self) -> str:
-        return self.settings.rng or self.rng_default
-
-    @property
     def _resolved(self) -> Settings:
         """The options with the `rng` that is meant where none is given."""
-        return dataclasses.replace(self.settings, rng=self._rng)
+        rng = self.settings.rng or self.rng_default
+        return dataclasses.replace(self.settings, rng=rng)
 
     def _registered(self) -> str:
         """The key by which a graph of torch.compile finds regions of this kind."""
@@ -226,8 +223,7 @@ class DecoratedFunction(Generic[_P, _R]):
         entries = [entry for found in cache.entries.values() for entry in found]
         traces = tuple(each.trace_s for each in entries if each.trace_s is not None)
         most = self.settings.cache_size
-        hits = cache.hits + cache.routed
-        return CacheInfo(hits, cache.misses, most, len(traces), traces)
+        return CacheInfo(cache.hits, cache.misses, most, len(traces), traces)
 
     def follow_class(self) -> None:
         """Only the method of a module does."""

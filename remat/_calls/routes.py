@@ -197,6 +197,7 @@ def route_of(
             if found is None:
                 return MISSED
             entry, captured = found
+        entry.touch()
         fast_path = entry.fast_path(roots, numerics)
         if fast_path is not None:
             region, labels = entry.region, entry.labels
@@ -218,7 +219,6 @@ def first_holding(entries: list[Entry], roots: tuple[object, ...]) -> Found | No
         if captured is not None:
             entry.touch()
             if entry is not entries[0]:
-                entries[0].touch()
                 entries[:] = [entry, *(each for each in entries if each is not entry)]
             return entry, captured
     return None

@@ -68,7 +68,10 @@ from remat._user_lines import user_line
 
 
 def call(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], rng: str
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    rng: str | None,
 ) -> Any:
     """Calls `fun` as a region that runs again in its backward."""
     engines.require_no_engine(fun)
