@@ -454,7 +454,6 @@ class RematModule(nn.Module):
             self.__dict__[name] = module.__dict__[name]
         self.__dict__["__wrapped__"] = module
         self.__dict__["_region"] = DecoratedFunction(module, settings)
-        self.__dict__["settings"] = settings
 
     @property
     def training(self) -> bool:
@@ -479,7 +478,7 @@ class RematModule(nn.Module):
         own, module = self.__dict__, self._around()
         if module is own["__wrapped__"]:
             return own["_region"](*args, **kwargs)
-        return DecoratedFunction(module, own["settings"])(*args, **kwargs)
+        return DecoratedFunction(module, self.settings)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """The module's attributes, and what regions answer about a call."""
@@ -488,11 +487,11 @@ class RematModule(nn.Module):
 
     def __reduce__(self) -> Any:
         """Pickles with its module."""
-        return RematModule, (self.__dict__["__wrapped__"], self._region.settings)
+        return RematModule, (self.__dict__["__wrapped__"], self.settings)
 
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_ANSWERS = frozenset(name for name in vars(DecoratedFunction) if name[0] != "_")
+_ANSWERS = {"settings", *(name for name in vars(DecoratedFunction) if name[0] != "_")}
 
 
 def is_region(fun: object) -> TypeGuard[DecoratedFunction[..., Any]]:
