@@ -81,11 +81,6 @@ class Flattened:
 
         return flat
 
-    def require_nothing_gained(self) -> None:
-        """Ends a trace that was the first to find places of `changed`."""
-        if self.gained:
-            raise _GainedGradient
-
 
 def _gained(had: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """The places of tensors that require grad now, and did not."""
@@ -117,10 +112,6 @@ class TracedCall:
     seconds: float  # how long it took
 
 
-class _GainedGradient(Exception):
-    """A trace has written to arguments what has a gradient."""
-
-
 def trace_call(
     site: CallSite,
     fixed: Fixed | None,
@@ -140,29 +131,30 @@ def trace_call(
     require_no_engine(site.function)
     survey = _captures.Survey(site.roots)
     flattened = Flattened(site.layout, len(site.tensors), changed)
-    try:
-        with on_error(survey.restore), python_and_numpy.warned_of_draws(where):
-            traced, reads, template = _run_trace(
-                site, survey, flattened, fixed, like_outputs
-            )
-            output = flattened.output
-            assert output is not None, "a trace calls the function"
-            with on_error(lambda: take_out(traced.fakes)):
-                flattened.require_nothing_gained()
-                # A trace around would take the look for one of the user's.
-                with modes.without_torch_function():
-                    had = [*map(guards.requires_grad, traced.captured)]
-                    gained = _gained(had, traced.stand_ins)
-                hooked = _captures.put_back_hooked(survey)
-                # A buffer that was assigned to itself (out=...) is the buffer, not its stand-in.
-                survey.put_back(traced.stand_ins, traced.captured)
-                traced.stand_ins.clear()
-                require_no_effects(survey, reads, where)
-                require_nothing_left(traced.fakes, output.statics, where)
-    except _GainedGradient:
-        return trace_call(
-            *(site, fixed, where), like_outputs=like_outputs, changed=flattened.gained
+    with on_error(survey.restore), python_and_numpy.warned_of_draws(where):
+        traced, reads, template = _run_trace(
+            site, survey, flattened, fixed, like_outputs
         )
+        output = flattened.output
+        assert output is not None, "a trace calls the function"
+        if flattened.gained:
+            take_out(traced.fakes)
+            survey.restore()
+            changed = flattened.gained
+            return trace_call(
+                site, fixed, where, like_outputs=like_outputs, changed=changed
+            )
+        with on_error(lambda: take_out(traced.fakes)):
+            # A trace around would take the look for one of the user's.
+            with modes.without_torch_function():
+                had = [*map(guards.requires_grad, traced.captured)]
+                gained = _gained(had, traced.stand_ins)
+            hooked = _captures.put_back_hooked(survey)
+            # A buffer that was assigned to itself (out=...) is the buffer, not its stand-in.
+            survey.put_back(traced.stand_ins, traced.captured)
+            traced.stand_ins.clear()
+            require_no_effects(survey, reads, where)
+            require_nothing_left(traced.fakes, output.statics, where)
     joints = traced.joints
     if template is not None:
         filled = template.at(site.metas)
