@@ -57,23 +57,16 @@ class Entry:
     template: Template | None
     #: Seconds that the trace took; None where one with open sizes was there already.
     trace_s: float | None
-    #: The captured tensors of some roots, None if the trace does not hold there.
-    gather: Callable[[Roots], tuple[Tensor, ...] | None] = dataclasses.field(
-        init=False, repr=False
-    )
-    used: int = dataclasses.field(init=False)  # when it was last looked up, as a count
+    #: When it was last looked up, as a count.
+    used: int = dataclasses.field(default_factory=_clock.__next__, init=False)
     _fast_path: Any = dataclasses.field(default=..., init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        is_covered = not self.streams and not self.captured
-        self.gather = self.covered.gather if is_covered else self._gather
-        self.touch()
 
     def touch(self) -> None:
         """Notes that a call has used it."""
         self.used = next(_clock)
 
-    def _gather(self, roots: Roots) -> tuple[Tensor, ...] | None:
+    def gather(self, roots: Roots) -> tuple[Tensor, ...] | None:
+        """The captured tensors of some roots; None if the trace does not hold there."""
         if not all(map(exists, self.streams)):
             return None
         tensors = self.covered.gather(roots)
@@ -92,29 +85,18 @@ class Entry:
 
         It is the same at every call: a trace holds for one set of switches.
         """
-        found = self._fast_path
-        if found is ...:
+        if self._fast_path is ...:
             is_more = self.written or self.changed or self.hooked
-            is_more = is_more or not self.wants_gradient
             # Without a guard some captured tensor may be wrapped.
             is_guarded = self.guard is not None or not self.captured
-            is_one_run = is_guarded and not is_more
+            is_one_run = is_guarded and self.wants_gradient and not is_more
             found = self.region.fast_path(roots, numerics) if is_one_run else None
             self._fast_path = found
-        return found
+        return self._fast_path
 
     def call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
         """Runs the region and writes changed buffers back, once."""
-        result = self._call(roots, tensors, numerics)
-        for way in self.hooked:
-            _captures.refresh_hooked(way, roots)
-        return result
-
-    def _call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
-        call = Call(self.region, roots, numerics, self.labels)
-        if not self.written and not self.changed:
-            return self.output.around(bind_all(call, tensors)[0])
-        given = list(tensors)
+        call, given = Call(self.region, roots, numerics, self.labels), list(tensors)
         for index in (*self.written, *self.changed):
             # The backward must find what the forward found.
             given[index] = opaque_copy(given[index])
@@ -125,7 +107,12 @@ class Entry:
         for place, new in zip(self.changed, returned[count:], strict=True):
             assert new is not None, "the copy of an argument is returned"
             tensors[place].copy_(new)
-        return self.output.around(self._with_changed(returned[:count], tensors))
+        if self.written or self.changed:
+            returned = self._with_changed(returned[:count], tensors)
+        result = self.output.around(returned)
+        for way in self.hooked:
+            _captures.refresh_hooked(way, roots)
+        return result
 
     def _with_changed(
         self, returned: Sequence[Tensor | None], tensors: Sequence[Tensor]

@@ -190,14 +190,10 @@ def route_of(
         if taken is None or departures.count or not same_thread():
             return MISSED
         tensors, roots = taken
-        entry = entries[0]
-        captured = entry.gather(roots)
-        if captured is None:
-            found = first_holding(entries, roots)
-            if found is None:
-                return MISSED
-            entry, captured = found
-        entry.touch()
+        found = first_holding(entries, roots)
+        if found is None:
+            return MISSED
+        entry, captured = found
         fast_path = entry.fast_path(roots, numerics)
         if fast_path is not None:
             region, labels = entry.region, entry.labels

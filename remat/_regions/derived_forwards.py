@@ -298,10 +298,9 @@ def pushed_forward(
 
 
 def _flows(*forwards: Forward) -> tuple[bool, ...] | None:
-    if all(one.flows is None for one in forwards):
-        return None
     each = [one.flows or (True,) * one.shape[0] for one in forwards]
-    return tuple(itertools.chain(*each))
+    found = tuple(itertools.chain(*each))
+    return None if all(found) else found
 
 
 def _placements(forward: Forward, tangents: Forward) -> tuple[Any, ...] | None:
