@@ -128,10 +128,9 @@ def _compiled_entry(
 ) -> Entry:
     joint, captured = stages.joint, traced.captured
     values = joint.graph.values
-    is_guarded = bool(captured) and all(map(guards.is_plain, captured))
+    is_guarded = all(map(guards.is_plain, captured))
     return Entry(
         covered=covered,
-        captured=region.operands[len(names) - len(captured) :],
         stages=stages,
         guard=guards.tensor_guard(captured) if is_guarded else None,
         region=region,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from remat import _captures
 from remat._generators.streams import exists
-from remat._graph.meta import TensorMeta, layout_of
+from remat._graph.meta import layout_of
 from remat._partition.stages import Stages
 from remat._programs.barriers import opaque_copy
 from remat._regions.forwards import FastPath, make_views
@@ -36,8 +36,7 @@ class Entry:
 
     #: What it rested on, and where its captured tensors are found.
     covered: _captures.Covered
-    captured: tuple[TensorMeta, ...]  # their metadata
-    #: Whether tensors have this metadata, checked in C; None where it cannot be.
+    #: Whether such tensors have the metadata that they had, checked in C; None where it cannot be.
     guard: Callable[..., bool] | None
     stages: Stages  # what became of the function, from its trace to what is saved
     region: TracedRegion  # what runs
@@ -72,7 +71,8 @@ class Entry:
         tensors = self.covered.gather(roots)
         if not tensors or (self.guard is not None and self.guard(*tensors)):
             return tensors
-        layouts = [meta.layout for meta in self.captured]
+        captured = self.region.operands[-len(tensors) :]
+        layouts = [meta.layout for meta in captured]
         return tensors if [*map(layout_of, tensors)] == layouts else None
 
     @property
@@ -88,8 +88,7 @@ class Entry:
         if self._fast_path is ...:
             is_more = self.written or self.changed or self.hooked
             # Without a guard some captured tensor may be wrapped.
-            is_guarded = self.guard is not None or not self.captured
-            is_one_run = is_guarded and self.wants_gradient and not is_more
+            is_one_run = self.guard and self.wants_gradient and not is_more
             found = self.region.fast_path(roots, numerics) if is_one_run else None
             self._fast_path = found
         return self._fast_path
