@@ -124,3 +124,16 @@ def test_backwards_in_turn_are_all_recognized(lookups: list[int]) -> None:
         of_frozen(region, TURNED)
 
     assert len(lookups) == 3
+
+
+def test_a_backward_under_a_transform_is_not_one_without() -> None:
+    """Of a plain cotangent both look alike: with `create_graph` the gradient is recorded."""
+    x, region = seeded(3), remat(lambda x: x.sin().sin())
+    for _ in range(2):
+        torch.func.vjp(region, x)[1](torch.ones(3))
+        torch.func.grad(lambda x: region(x).sum())(x)
+    x.requires_grad_()
+
+    (slope,) = torch.autograd.grad(region(x), x, torch.ones(3), create_graph=True)
+
+    assert slope.requires_grad
