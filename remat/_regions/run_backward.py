@@ -41,16 +41,16 @@ def run_freeing(
     derived: Region, program: Program, ctx: Any, cotangents: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Computes the gradients by a region's program, which frees what was saved as it goes."""
-    read = [*resumed(read_saved(ctx)), *cotangents]
-    # A gradient may be a cotangent, or a view of one, or none.
-    passed = {
-        view.operand: read[derived.num_leading + view.operand]
-        for view in derived.views or ()
-        if view.operand is not None
-    }
-    # Unless the graph is kept, each is freed after its last use, not at the end.
-    ctx.maybe_clear_saved_tensors()
     try:
+        read = [*resumed(read_saved(ctx)), *cotangents]
+        # A gradient may be a cotangent, or a view of one, or none.
+        passed = {
+            view.operand: read[derived.num_leading + view.operand]
+            for view in derived.views or ()
+            if view.operand is not None
+        }
+        # Unless the graph is kept, each is freed after its last use, not at the end.
+        ctx.maybe_clear_saved_tensors()
         found = program.consume(read)
     except RuntimeError as error:
         explain_failure(error, ctx)

@@ -28,6 +28,13 @@ def grad(*shape, dtype=torch.float32):
     return torch.ones(shape, dtype=dtype, requires_grad=True)
 
 
+def written(*call):
+    """The guard of a call that one recognizes."""
+    guard = guard_of(*call)
+    assert guard is not None
+    return guard
+
+
 ARGS = ({"a": grad(2, 3), "b": [torch.ones(3), 2]}, "mean")
 KWARGS = {"scale": 1.0}
 
@@ -74,7 +81,7 @@ def test_calls_that_differ_in_numbers_alone_are_recognized(call):
     """What comes back are the call's own tensors in the order of its leaves."""
     (tree, _), _ = call
 
-    found = guard_of(ARGS, KWARGS)(scaled, *call)
+    found = written(ARGS, KWARGS)(scaled, *call)
 
     assert found is not None
     tensors, roots = found
@@ -85,7 +92,7 @@ def test_calls_that_differ_in_numbers_alone_are_recognized(call):
 @pytest.mark.parametrize("call", UNLIKE.values(), ids=UNLIKE)
 def test_calls_that_differ_in_anything_else_are_not(call):
     """Metadata, containers, their keys and order, and the values of static leaves."""
-    assert guard_of(ARGS, KWARGS)(scaled, *call) is None
+    assert written(ARGS, KWARGS)(scaled, *call) is None
 
 
 @pytest.mark.parametrize(
@@ -98,7 +105,7 @@ def test_calls_that_differ_in_anything_else_are_not(call):
 )
 def test_what_tensors_are_under_other_modes_is_not_known(context):
     """The guard errs on the safe side."""
-    guard = guard_of(ARGS, KWARGS)
+    guard = written(ARGS, KWARGS)
     with context():
         assert guard(scaled, ARGS, KWARGS) is None
 
@@ -120,7 +127,7 @@ def test_what_a_type_does_not_tell_is_not_simple(tree):
 def test_what_must_be_looked_into_is_told_by_its_type(thing):
     """It becomes a root; what is read of it is for the trace to check."""
     assert guard_of((grad(2), thing), {}) is None
-    guard = guard_of((grad(2), thing), {}, (thing,))
+    guard = written((grad(2), thing), {}, (thing,))
 
     found = guard(scaled, (grad(2), thing), {})
 
@@ -146,7 +153,7 @@ def test_a_guard_keeps_nothing_alive():
     """Neither tensors nor containers."""
     tensor, tree = grad(2), {}
     tree["a"] = tensor
-    guard = guard_of((tree,), {})
+    guard = written((tree,), {})
     reference = weakref.ref(tensor)
     del tensor, tree
     gc.collect()
