@@ -14,7 +14,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Set
 from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
@@ -185,15 +185,9 @@ def _at(*steps: Step) -> "Look":
 
 
 # Of regions, chains and tiled functions.
-_OF_WRAPPERS = {
-    "__wrapped__",
-    "settings",
-    "fs",
-    "schedule",
-    "pattern",
-    "tiles",
-    "reduce",
-}
+_OF_WRAPPERS = frozenset(
+    {"__wrapped__", "settings", "fs", "schedule", "pattern", "tiles", "reduce"}
+)
 
 
 def _of_wrapper(owner: object, _: set[str]) -> Content:
@@ -201,7 +195,7 @@ def _of_wrapper(owner: object, _: set[str]) -> Content:
     return _of_namespace(owner, _OF_WRAPPERS)
 
 
-def _of_namespace(owner: object, names: set[str]) -> Content:
+def _of_namespace(owner: object, names: Set[str]) -> Content:
     held = attributes(owner)
     return {("var", key): held[key] for key in held if key in names}
 

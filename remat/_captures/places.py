@@ -52,8 +52,6 @@ class Unset(enum.Enum):
 SIMPLE_TYPES = _BY_VALUE | _BY_IDENTITY
 # Operators of torch are values of their own, not objects with attributes to watch.
 _OPERATORS = ("torch._ops", "torch._library.custom_ops")
-# Asked about most often, and never simple: they skip the slower questions.
-_CONTAINERS = frozenset({dict, list, OrderedDict})
 # A frozen class of this package has this attribute if == compares all that it holds.
 COMPARES_AS_A_WHOLE = "__remat_compares_as_a_whole__"
 
@@ -71,8 +69,6 @@ def value_in_words(value: object) -> str:
 def is_simple(value: object) -> bool:
     """Whether the value at a place is compared by what it is; tuples count if all in them does."""
     kind = type(value)
-    if kind in _CONTAINERS:
-        return False
     if kind in SIMPLE_TYPES or isinstance(value, (enum.Enum, type, str, bytes)):
         return True
     if hasattr(kind, COMPARES_AS_A_WHOLE):

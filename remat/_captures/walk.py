@@ -218,10 +218,8 @@ class Survey:
                 if step[0] in places.ITEMS:
                     if id(owner) not in filled:
                         filled.add(id(owner))
-                        is_dict = isinstance(owner, dict)
-                        undo.callback(
-                            places.refill, owner, {**owner} if is_dict else [*owner]
-                        )
+                        held = {**owner} if isinstance(owner, dict) else [*owner]
+                        undo.callback(places.refill, owner, held)
                         _refill(node)
                     continue
                 try:
