@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.optim.optimizer as optimizers
@@ -78,25 +78,27 @@ _LACKING_VALUES = (
 )
 
 
+def _mode_of(tensor: Tensor) -> FakeTensorMode | None:
+    """The mode that made a tensor, or a DTensor's part, which has no data below all wrappers."""
+    innermost = local_part(unwrapped(tensor))
+    return innermost.fake_mode if isinstance(innermost, FakeTensor) else None
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor, or a DTensor's part, has no data, below all wrappers."""
-    return isinstance(local_part(unwrapped(tensor)), FakeTensor)
+    return _mode_of(tensor) is not None
 
 
-def is_fake_of(tensor: Tensor, mode: object) -> bool:
+def is_fake_of(tensor: Tensor, mode: FakeTensorMode) -> bool:
     """Whether a tensor, or a DTensor's part, was made by this fake mode."""
-    innermost = local_part(unwrapped(tensor))
-    return isinstance(innermost, FakeTensor) and innermost.fake_mode is mode
+    return _mode_of(tensor) is mode
 
 
 def require_own_threads(tensors: Iterable[Tensor]) -> None:
     """Refuses tensors without data of a trace that another thread makes."""
-    for each in tensors:
-        innermost = local_part(unwrapped(each))
-        if isinstance(innermost, FakeTensor):
-            mode = innermost.fake_mode
-            if isinstance(mode, _FakeMode):
-                mode.require_own_thread()
+    for mode in map(_mode_of, tensors):
+        if isinstance(mode, _FakeMode):
+            mode.require_own_thread()
 
 
 def hides_its_number(tensor: Tensor) -> bool:
@@ -122,14 +124,6 @@ def is_in_parts(tensor: Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__")
 
 
-class Refuses(Protocol):
-    """What a trace has for operators on other threads."""
-
-    def refuse_elsewhere(self) -> None:
-        """Raises."""
-        ...
-
-
 class _FakeMode(FakeTensorMode):
     """Fake tensors of one home device.
 
@@ -150,7 +144,7 @@ class _FakeMode(FakeTensorMode):
         #: Where to note the tensors that operators make, if anywhere.
         self.made: list[weakref.ref[Tensor]] | None = None
         #: Gives what refuses an operator on another thread, which no trace follows, if anything.
-        self.refuses: Callable[[], Refuses | None] = lambda: None
+        self.refuses: Callable[[], Any] = lambda: None
         self._thread = threading.get_ident()
         self._in_python = (
             contextlib.nullcontext if shape_env is None else enable_python_dispatcher

@@ -127,10 +127,8 @@ def with_grad_mode(op: Any) -> Callable[..., Any]:
     return run
 
 
-@functools.cache
-def library() -> Any:
-    """The library of this package's own operators; torch has no good types for it."""
-    return torch.library.Library("remat", "DEF")
+#: The library of this package's own operators; torch has no good types for it.
+LIBRARY: Any = torch.library.Library("remat", "DEF")
 
 
 def define(
@@ -141,10 +139,10 @@ def define(
     tags: tuple[torch.Tag, ...] = (),
 ) -> Any:
     """Makes an operator of this package, the same for every device."""
-    library().define(name + schema, tags=tags)
-    library().impl(name, kernel, "CompositeExplicitAutograd")
+    LIBRARY.define(name + schema, tags=tags)
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     api: Any = torch.library
-    api.register_fake(f"remat::{name}", fake, lib=library())
+    api.register_fake(f"remat::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.remat, name).default
 
 
@@ -158,15 +156,15 @@ def define_composite(
     name = like.overloadpacket.__name__
     given, _, returned = str(schema_of(like)).partition(" -> ")
     results = ", ".join((returned.strip("()"), *more))
-    library().define(f"{name}({given.partition('(')[2]} -> ({results})")
-    library().impl(name, function, "CompositeImplicitAutograd")
+    LIBRARY.define(f"{name}({given.partition('(')[2]} -> ({results})")
+    LIBRARY.impl(name, function, "CompositeImplicitAutograd")
     return getattr(torch.ops.remat, name).default
 
 
 def register_vmap(name: str, function: Callable[..., Any]) -> None:
     """Says how an operator of this package is mapped."""
     api: Any = torch.library
-    api.register_vmap(f"remat::{name}", function, lib=library())
+    api.register_vmap(f"remat::{name}", function, lib=LIBRARY)
 
 
 def leave_out_of_compilers(op: Any) -> None:

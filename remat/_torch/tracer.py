@@ -10,7 +10,6 @@ import importlib
 import threading
 import types
 from collections.abc import Callable, Generator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -120,7 +119,7 @@ def one_trace_at_a_time() -> Generator[None]:
 def make_fx(
     function: Callable[..., Any],
     args: Sequence[Tensor],
-    twins: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
+    twins: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> fx.GraphModule:
     """The operators below autograd that `function` runs on the fake tensors `args`.
 
@@ -136,20 +135,12 @@ def make_fx(
             with proxy_tensor.maybe_enable_thunkify(), _SizesTracked():
                 return function(*inputs)
 
-    with _use_lazy_graph_module(True), _compiled_functions_as_written():
-        return proxy_tensor.make_fx(run, dict(twins), tracing_mode="real")(*args)
-
-
-@contextlib.contextmanager
-def _compiled_functions_as_written() -> Generator[None]:
-    """Lets compiled functions, which refuse to be traced, run uncompiled.
-
-    Obsolete when they do so in a trace by themselves.
-    """
     load_tracer()
+    # Compiled functions refuse to be traced. Obsolete when they run uncompiled in a trace.
     unrefused = _torch._dynamo.config.patch(error_on_nested_fx_trace=False)
-    with unrefused, dynamo_as_before(), whole_graphs_in_parts():
-        yield
+    lazily = _use_lazy_graph_module(True)
+    with lazily, unrefused, dynamo_as_before(), whole_graphs_in_parts():
+        return proxy_tensor.make_fx(run, dict(twins or {}), tracing_mode="real")(*args)
 
 
 def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:
