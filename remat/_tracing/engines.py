@@ -33,11 +33,9 @@ _BY_FORWARD = (
 _BY_HOOKS = (("torch.distributed.fsdp", "FSDPModule"),)
 
 
-@contextlib.contextmanager
-def refused() -> Generator[None]:
+def refused() -> contextlib.AbstractContextManager[None]:
     """Raises in front of the hooks of an engine whose module this thread calls."""
-    with around_driven(_refuse) if is_distributed() else contextlib.nullcontext():
-        yield
+    return around_driven(_refuse) if is_distributed() else contextlib.nullcontext()
 
 
 def _refuse(module: nn.Module) -> None:
@@ -75,14 +73,14 @@ def around_driven(
             run(module)
 
     with contextlib.ExitStack() as stack:
-        before = register_module_forward_pre_hook(functools.partial(hook, enter))
-        stack.callback(before.remove)
+        before = functools.partial(hook, enter)
+        stack.enter_context(register_module_forward_pre_hook(before))
         if leave:
-            after = register_module_forward_hook(functools.partial(hook, leave))
-            stack.callback(after.remove)
+            after = functools.partial(hook, leave)
+            stack.enter_context(register_module_forward_hook(after))
         yield
 
 
 def _imported_engines(classes: Iterable[tuple[str, str]]) -> tuple[type, ...]:
     found = (getattr(sys.modules.get(module), name, None) for module, name in classes)
-    return tuple(each for each in found if each is not None)
+    return tuple(filter(None, found))

@@ -101,7 +101,7 @@ class _NotingInterpreter(fx.Interpreter):
             if isinstance(error, RematError):
                 raise
             why = str(error).partition(". ")[0]
-            raise refusals.of_a_write(why, _line_of(n)) from error
+            raise refusals.of_a_write(why, taken_functions.line_of(n)) from error
         for node in in_place_operators.written(n):
             in_place_operators.lay_out(self.env[node], node.meta["val"].stride())
         note = n.meta.get("remat")
@@ -118,11 +118,6 @@ class _NotingInterpreter(fx.Interpreter):
         if in_place_operators.runs_on_copies(target):
             return in_place_operators.run_on_copies(target, args, kwargs)
         return super().call_function(target, args, kwargs)
-
-
-def _line_of(node: fx.Node) -> str:
-    note = node.meta.get("remat")
-    return note.source if note else ""
 
 
 @functools.cache
@@ -156,9 +151,8 @@ def functionalize(module: fx.GraphModule, operands: Sequence[Tensor]) -> fx.Grap
         if not in_place_operators.has_mutations(graph):
             return module
         for node in in_place_operators.writes_that_do_not_invert(graph):
-            raise refusals.of_a_write(
-                "it repeats or leaves out elements", _line_of(node)
-            )
+            why = "it repeats or leaves out elements"
+            raise refusals.of_a_write(why, taken_functions.line_of(node))
         in_place_operators.take_parts_for_views(graph)
         in_place_operators.count_from_owners(graph)
         inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from remat._graph import operators
 from remat._graph.meta import TensorMeta
-from remat._torch import schemas, sizes, tracer
+from remat._torch import levels, schemas, sizes, tracer
 from remat._torch.schemas import told_apart_by
 
 _aten = torch.ops.aten
@@ -60,9 +60,8 @@ def writes_that_do_not_invert(graph: fx.Graph) -> Iterator[fx.Node]:
     """
     for node in graph.nodes:
         for given in written(node) if operators.is_mutable(node.target) else ():
-            views, known = [*_views_behind(given)], given.meta["val"]
-            pairs = zip(known.shape, known.stride(), strict=True)
-            is_repeated = any(size > 1 and step == 0 for size, step in pairs)
+            views = [*_views_behind(given)]
+            is_repeated = levels.repeats_itself(given.meta["val"])
             if _aten.unfold.default in views or (views and is_repeated):
                 yield node
 

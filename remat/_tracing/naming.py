@@ -31,7 +31,7 @@ def mark(tensor: torch.Tensor, name: str) -> None:
 
 
 # In Dynamo's graphs of `vmap`, which have marks of batches in them.
-schemas.library().impl("mark", mark, "FuncTorchBatched")
+schemas.LIBRARY.impl("mark", mark, "FuncTorchBatched")
 
 
 def checkpoint_name(x: _T, name: str) -> _T:

@@ -16,15 +16,7 @@ from remat._errors import (
     refusal,
 )
 from remat._graph.meta import TensorMeta
-from remat._torch import fakes, taking_functions, trees
-from remat._torch.tensors import (
-    ASK_FOR_HISTORY,
-    ASK_FOR_MEMORY,
-    GET_GRAD,
-    READ_MEMORY,
-    RESHAPES,
-    SET_FOR_AUTOGRAD,
-)
+from remat._torch import fakes, taking_functions, tensors, trees
 from remat._user_lines import (
     came_through,
     is_asked_by_user,
@@ -180,11 +172,11 @@ def require_tellable(
 
     `is_operand` says of a tensor whether it is from outside of the function.
     """
-    setting = SET_FOR_AUTOGRAD.get(func)
+    setting = tensors.SET_FOR_AUTOGRAD.get(func)
     # Also where torch's code sets it, as `module.requires_grad_(False)` does.
     if setting and is_operand(args[0]):
         _require_no_setting(setting, args, kwargs)
-    pure = RESHAPES.get(func)
+    pure = tensors.RESHAPES.get(func)
     if pure and is_operand(args[0]):
         raise refusal(
             MutationError,
@@ -193,10 +185,10 @@ def require_tellable(
             why=_NO_SHAPE,
             do=f"Write x = x.{pure}(...) instead.",
         )
-    if func in READ_MEMORY:
+    if func in tensors.READ_MEMORY:
         raise _without_memory(func, args[0], "reads or hands out a tensor's memory.")
-    history = ASK_FOR_HISTORY.get(func)
-    is_asked = func == GET_GRAD or func in ASK_FOR_MEMORY or history
+    history = tensors.ASK_FOR_HISTORY.get(func)
+    is_asked = func == tensors.GET_GRAD or func in tensors.ASK_FOR_MEMORY or history
     if not is_asked or is_called_by_torch():
         return
     if history and is_operand(args[0]) and is_asked_by_user():
@@ -206,7 +198,7 @@ def require_tellable(
             why="It is that of what stands for the tensor there.",
             do="Read it outside of the region, and pass what it says as an argument.",
         )
-    if func == GET_GRAD and is_operand(args[0]):
+    if func == tensors.GET_GRAD and is_operand(args[0]):
         raise untraceable(
             where=f"`.grad` of {TensorMeta.of(args[0])} at {user_line()}",
             what="is read inside a region, of a tensor from outside.",
@@ -214,7 +206,7 @@ def require_tellable(
             "none, and at the next call, or in the recomputation, it may be another.",
             do="Pass it as an argument: f(x, x.grad).",
         )
-    if func in ASK_FOR_MEMORY:
+    if func in tensors.ASK_FOR_MEMORY:
         raise _without_memory(func, args[0], "asks where a tensor's memory is.")
 
 
@@ -407,33 +399,32 @@ def of_the_users(
     `where` is the line that raised, for an error that has lost its own.
     """
     text = str(error)
-    where = line_of(error) or where
+    where = line_of(error) or where or "the function"
     if "Variable that requires grad is being used in an in-place" in text:
         return mutates(where)
     if is_backward and "through the graph a second time" in text:
-        return _untraceable_function(
-            error,
-            "an autograd.Function differentiates a graph that its forward has kept.",
-            "A trace runs the backward for several layouts of cotangents, and the first "
+        return untraceable(
+            where=where,
+            what="an autograd.Function differentiates a graph that its forward has kept.",
+            why="A trace runs the backward for several layouts of cotangents, and the first "
             "run frees that graph.",
-            f"Pass retain_graph=True there, or use {_RERUN}.",
+            do=f"Pass retain_graph=True there, or use {_RERUN}.",
         )
     if _TAKES_MEMORY in text:
-        return _untraceable_function(
-            error,
-            "an operator takes the memory of a tensor, not its numbers.",
-            "A trace runs on tensors that have none. So do nn.LSTM, nn.GRU and nn.RNN on an "
-            "accelerator, whose kernels look whether all weights lie in one piece.",
-            f"Use {_RERUN}.",
-            where,
+        return untraceable(
+            where=where,
+            what="an operator takes the memory of a tensor, not its numbers.",
+            why="A trace runs on tensors that have none. So do nn.LSTM, nn.GRU and nn.RNN on "
+            "an accelerator, whose kernels look whether all weights lie in one piece.",
+            do=f"Use {_RERUN}.",
         )
     if came_through(error, _TORCHS_CHECKPOINT):
-        return _untraceable_function(
-            error,
-            "the function calls torch.utils.checkpoint, which cannot be traced here.",
-            "Its backward runs the Python function again, on the real tensors "
+        return untraceable(
+            where=where,
+            what="the function calls torch.utils.checkpoint, which cannot be traced here.",
+            why="Its backward runs the Python function again, on the real tensors "
             "instead of those of the trace.",
-            "Remove it (for a model of transformers, by "
+            do="Remove it (for a model of transformers, by "
             "model.gradient_checkpointing_disable()), because the region recomputes "
             "anyway; or import checkpoint from remat.interop.torch, which makes a "
             f"region inside the region; or use {_RERUN}.",
@@ -441,7 +432,7 @@ def of_the_users(
     if is_backward and fakes.lacking(error) == "tensor outside":
         return refusal(
             CapturedTensorError,
-            where=where or "the function",
+            where=where,
             what="the backward of an autograd.Function uses a tensor that its "
             "forward did not save.",
             why="It would be stale, or lose its gradient, at the next call.",
@@ -488,11 +479,11 @@ def takes_functions(where: str, why: str) -> TraceError:
 def raises_in_its_trace(error: Exception) -> TraceError:
     """The error for a function that raises in its trace, whatever it raises."""
     first = str(error).partition("\n")[0].rstrip(". ")
-    return _untraceable_function(
-        error,
-        f"the function raises in its trace ({type(error).__name__}: {first}).",
-        "A trace runs it on tensors that have no values.",
-        f"Use {_RERUN}.",
+    return untraceable(
+        where=line_of(error) or "the function",
+        what=f"the function raises in its trace ({type(error).__name__}: {first}).",
+        why="A trace runs it on tensors that have no values.",
+        do=f"Use {_RERUN}.",
     )
 
 
@@ -510,18 +501,10 @@ def of_values(error: Exception, where: str = "") -> TraceError:
         )
     else:
         instead = "torch.where"
-    return _untraceable_function(
-        error,
-        f"the function cannot be traced ({str(error).splitlines()[0]}).",
-        "A trace sees shapes and types, not values: it cannot branch on a "
+    return untraceable(
+        where=where or line_of(error) or "the function",
+        what=f"the function cannot be traced ({str(error).splitlines()[0]}).",
+        why="A trace sees shapes and types, not values: it cannot branch on a "
         "tensor's values, call .item(), or run a kernel that hides its work.",
-        f"Use {instead}, or {_RERUN}.",
-        where,
+        do=f"Use {instead}, or {_RERUN}.",
     )
-
-
-def _untraceable_function(
-    error: Exception, what: str, why: str, do: str, where: str = ""
-) -> TraceError:
-    where = where or line_of(error) or "the function"
-    return refusal(TraceError, where=where, what=what, why=why, do=do)

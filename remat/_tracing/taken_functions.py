@@ -173,14 +173,14 @@ def applied(
     """The operands of a call of an operator that takes functions, and the operator with these."""
     if has_open_sizes:
         raise refusals.takes_functions(
-            _line_of(node),
+            line_of(node),
             "With dynamic_shapes=True sizes are filled into a graph, and not into the "
             "graphs of its functions",
         )
     for each in trees.flatten((args, kwargs))[0]:
         if isinstance(each, fx.GraphModule):
             is_result = taking_functions.returns_results(node.target)
-            _prepare_taken_graph(each, _line_of(node), returns_results=is_result)
+            _prepare_taken_graph(each, line_of(node), returns_results=is_result)
     return Applied.to(node.target, args, kwargs, Ref)
 
 
@@ -217,7 +217,7 @@ def _require_no_effect(node: fx.Node, where: str) -> None:
     if operators.draws(Value(op, node.args, tuple(node.kwargs.items()))):
         raise refusal(
             ImplicitRandomnessError,
-            where=f"{operators.short_name(op)} at {_line_of(node)}",
+            where=f"{operators.short_name(op)} at {line_of(node)}",
             what="draws from a generator in a function that an operator takes.",
             why="A recomputation of the operator would draw other numbers.",
             do="Draw with a key (remat.random), or draw before the operator.",
@@ -255,6 +255,7 @@ def warn_of_name(name: str) -> None:
     )
 
 
-def _line_of(node: fx.Node) -> str:
+def line_of(node: fx.Node) -> str:
+    """The user's line behind a node of a graph that is traced."""
     note = node.meta.get("remat")
     return (note and note.source) or "the function"

@@ -27,18 +27,12 @@ from remat._torch import (
     levels,
     modes,
     taking_functions,
+    tensors,
     tracer,
     trees,
 )
 from remat._torch.attributes import attributes_as
 from remat._torch.fakes import is_fake, is_fake_of, is_in_parts, wraps_fakes
-from remat._torch.tensors import (
-    RESHAPES,
-    SET_DATA,
-    is_own_data,
-    is_view,
-    overrides_functions,
-)
 from remat._tracing import importing, naming, refusals, taken_functions
 from remat._tracing.caught import Raised
 from remat._tracing.indexing import LookUps
@@ -224,7 +218,7 @@ def _capture_tensor(running: Running, tensor: Tensor) -> Tensor:
     for known, leaf in zip(running.captured, running.leaves, strict=True):
         if known is tensor:
             return leaf
-    if not (refusals.is_strided(tensor) or overrides_functions(type(tensor))):
+    if not (refusals.is_strided(tensor) or tensors.overrides_functions(type(tensor))):
         raise refusals.unstrided(f"a tensor used at {user_line()}", tensor)
     if not running.find(tensor):
         if streams.looks_like_state(tensor):
@@ -236,7 +230,7 @@ def _capture_tensor(running: Running, tensor: Tensor) -> Tensor:
         )
     if is_lazy(tensor):
         raise refusals.uninitialized(f"used at {user_line()}")
-    if overrides_functions(type(tensor)):
+    if tensors.overrides_functions(type(tensor)):
         raise refusals.overriding(type(tensor))
     wanted = levels.requires_grad_anywhere(tensor)
     if wanted and torch.is_grad_enabled() and modes.is_below_autograd():
@@ -322,12 +316,16 @@ class UserCalls(TorchFunctionMode):
         if torch.get_default_dtype() is not running.default_dtype:
             raise refusals.other_default_dtype(function_name(func) or "an operator")
         refusals.require_tellable(func, args, kwargs, running.is_operand)
-        if func in RESHAPES and args[0].requires_grad and is_view(args[0]):
+        if (
+            func in tensors.RESHAPES
+            and args[0].requires_grad
+            and tensors.is_view(args[0])
+        ):
             running.reshapes = running.reshapes or user_line()
         args, kwargs = trees.map_tensors(lift, (args, kwargs))
         if any(map(trees.is_array, trees.flatten(args)[0])):
             raise refusals.from_array(function_name(func) or "tensor")
-        if func == SET_DATA and not is_own_data(*args):
+        if func == tensors.SET_DATA and not tensors.is_own_data(*args):
             raise refusals.sets_data(args[0])
         graph = tracer.active_graph()
         before = len(graph.nodes)

@@ -273,8 +273,7 @@ def _record_run(run: _TraceRun) -> fx.GraphModule:
         run.cut = tuple(is_cut and is_detached for is_cut, is_detached in cuts)
         if running.reshapes and in_place_operators.writes_to_reshaped(module.graph):
             raise refusals.reshapes_in_place(running.reshapes)
-        if in_place_operators.has_mutations(module.graph):
-            module = importing.functionalize(module, operands)
+        module = importing.functionalize(module, operands)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         if isinstance(error, RematError):
             raise
@@ -417,8 +416,7 @@ def record(function: Flat, operands: Sequence[TensorMeta]) -> Graph:
         with isolation.isolated(), mode, torch.no_grad():
             fakes = [fake_of(meta) for meta in metas]
             module = tracer.make_fx(lambda *tensors: list(function(tensors)), fakes)
-            if in_place_operators.has_mutations(module.graph):
-                module = importing.functionalize(module, fakes)
+            module = importing.functionalize(module, fakes)
         imported = importing.Imported(module)
     repeats = any(value.rank >= 0 for value in imported.values)
     values = tuple(
