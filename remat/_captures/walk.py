@@ -111,26 +111,22 @@ class Survey:
             self._walk()
 
     def _walk(self) -> None:
-        pending = deque([self.roots])
-        while pending:
-            while pending:
-                node = pending.popleft()
-                self._open(node, node.look(node.value, self.names), pending)
+        self._pending = deque([self.roots])
+        while self._pending:
+            while self._pending:
+                self._open(self._pending.popleft())
             # Names that were met later may be attributes of namespaces met earlier.
             for node in [*self.nodes.values()]:
                 if node.look in contents.BY_NAME:
-                    self._open(node, node.look(node.value, self.names), pending)
+                    self._open(node)
 
-    def _open(self, node: Node, content: Content, pending: deque[Node]) -> None:
-        known = node.content
-        for step, value in content.items():
+    def _open(self, node: Node) -> None:
+        known, node.content = node.content, node.look(node.value, self.names)
+        for step, value in node.content.items():
             if type(value) not in places.SIMPLE_TYPES and step not in known:
-                self._meet(value, node, step, pending)
-        node.content = content
+                self._meet(value, node, step)
 
-    def _meet(
-        self, value: object, owner: Node, step: Step, pending: deque[Node]
-    ) -> None:
+    def _meet(self, value: object, owner: Node, step: Step) -> None:
         if Tensor in type(value).__mro__:  # isinstance is slow for tensors
             others = self.tensors.get(id(value), ())
             self.tensors[id(value)] = (*others, Node(value, owner, step))
@@ -142,12 +138,12 @@ class Survey:
             node.look = contents.look_for(value, step)
             if node.look is contents.of_user_function:
                 self.names |= mentions(node.value.__code__).names
-            pending.append(node)
+            self._pending.append(node)
         elif (
             node and node.look is contents.of_class and step[0] not in contents.AS_CLASS
         ):
             node.look = contents.of_called_class
-            pending.append(node)
+            self._pending.append(node)
 
     def changes(self, reads: Mapping[int, Iterable[str]] | None = None) -> str | None:
         """The first reached state that differs from what it was, in words.
