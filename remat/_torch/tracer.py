@@ -18,14 +18,12 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree, _thunk as thunk
 from torch.utils._python_dispatch import _disable_current_modes
 
 from remat._torch import levels
 from remat._torch.attributes import attributes_as
 from remat._torch.dynamo import dynamo_as_before, whole_graphs_in_parts
 from remat._torch.modes import DispatchMode, is_watched
-from remat._torch.sizes import is_exact, is_open, symbol_expression
 from remat._torch.trees import tensor_leaves
 
 _torch: Any = torch
@@ -126,14 +124,10 @@ def make_fx(
     An operator that has a twin is recorded as the operators that its twin runs. The module must
     not be called: no Python code is generated for it, which an argument named `from` would break.
     """
-    has_open_sizes = any(map(is_open, args))
 
     def run(*inputs: Tensor) -> Any:
-        with ShapesAside():
-            if not has_open_sizes:
-                return function(*inputs)
-            with proxy_tensor.maybe_enable_thunkify(), _SizesTracked():
-                return function(*inputs)
+        with ShapesAside(), proxy_tensor.maybe_enable_thunkify():
+            return function(*inputs)
 
     load_tracer()
     # Compiled functions refuse to be traced. Obsolete when they run uncompiled in a trace.
@@ -213,32 +207,6 @@ class ShapesAside(DispatchMode):
             with _disable_current_modes():
                 return op(*args, **kwargs)
         return op(*args, **kwargs)
-
-
-class _SizesTracked(DispatchMode):
-    """Registers with the tracer each whole number that depends on open sizes.
-
-    Torch's tracer derives such a number from others. It fails if the number is a product of
-    three (torch 2.13), or has since become a constant. Obsolete when a trace of `x.sum()`
-    with three open sizes, and of the parts of a split, works on plain torch.
-    """
-
-    def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
-        if proxy_is_active():
-            given = (args, kwargs)
-            args, kwargs = pytree.tree_map_only(torch.SymInt, _tracked_size, given)
-        return op(*args, **kwargs)
-
-
-def _tracked_size(number: Any) -> Any:
-    if symbol_expression(number).is_number:
-        return int(symbol_expression(number))
-    if is_exact(number):
-        tracer = active_tracer()
-        proxy = tracer.create_proxy("call_function", lambda: number, (), {})
-        proxy.node.meta["val"] = number
-        tracer.symnode_tracker[number] = thunk.Thunk(lambda: proxy)
-    return number
 
 
 def proxy_is_active() -> bool:
