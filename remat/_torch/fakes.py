@@ -27,6 +27,7 @@ from remat._torch.dtensor import local_part
 from remat._torch.levels import no_dual_level, unwrapped
 from remat._torch.modules import called_with
 from remat._torch.taking_functions import takes_functions
+from remat._torch.tensors import is_in_parts, parts_of
 from remat._torch.trees import map_tensors, tensor_leaves
 
 _optimizers: Any = optimizers
@@ -112,16 +113,7 @@ def hides_its_number(tensor: Tensor) -> bool:
 
 def wraps_fakes(tensor: Tensor) -> bool:
     """Whether a tensor of a subclass is made of fake ones, as a DTensor in a trace is."""
-    if not is_in_parts(tensor):
-        return False
-    parts: Any = tensor
-    inner = [getattr(tensor, name) for name in parts.__tensor_flatten__()[0]]
-    return any(isinstance(each, Tensor) and is_fake(each) for each in inner)
-
-
-def is_in_parts(tensor: Tensor) -> bool:
-    """Whether a tensor is of a subclass that is made of others, as DTensor is."""
-    return hasattr(tensor, "__tensor_flatten__")
+    return is_in_parts(tensor) and any(map(is_fake, parts_of(tensor)))
 
 
 class _FakeMode(FakeTensorMode):

@@ -104,14 +104,22 @@ def storage_key(tensor: Tensor) -> int:
     return key_of(tensor.untyped_storage())
 
 
+def is_in_parts(tensor: Tensor) -> bool:
+    """Whether a tensor is of a subclass that is made of others, as DTensor is."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def parts_of(tensor: Any) -> list[Tensor]:
+    """The tensors of which one `is_in_parts` is made; a DTensor names its mesh among them."""
+    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [each for each in parts if isinstance(each, Tensor)]
+
+
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages that a strided tensor of any class keeps alive; of a fake one, too."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        whole: Any = tensor
-        inner = (getattr(whole, name) for name in whole.__tensor_flatten__()[0])
-        for each in inner:  # a DTensor names its mesh among them
-            if isinstance(each, Tensor):
-                yield from storages_of(each)
+    if is_in_parts(tensor):
+        for each in parts_of(tensor):
+            yield from storages_of(each)
     elif tensor.layout == torch.strided:
         yield unwrapped(tensor).untyped_storage()
 

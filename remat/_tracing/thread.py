@@ -32,7 +32,7 @@ from remat._torch import (
     trees,
 )
 from remat._torch.attributes import attributes_as
-from remat._torch.fakes import is_fake, is_fake_of, is_in_parts, wraps_fakes
+from remat._torch.fakes import is_fake, is_fake_of, wraps_fakes
 from remat._tracing import importing, naming, refusals, taken_functions
 from remat._tracing.caught import Raised
 from remat._tracing.indexing import LookUps
@@ -188,7 +188,7 @@ def lift(tensor: Tensor) -> Tensor:
         return running.within[-1](tensor)
     is_own = is_fake_of(tensor, running.mode)
     if is_own or (wraps_fakes(tensor) and dtensor.placement(tensor) is None):
-        if not is_own or is_in_parts(tensor):
+        if not is_own or tensors.is_in_parts(tensor):
             _note_in_parts(running, tensor, "made")
         return tensor
     for mapping in reversed(running.substitutes):
@@ -202,7 +202,7 @@ def lift(tensor: Tensor) -> Tensor:
 
 def is_taken_whole(tensor: Tensor) -> bool:
     """Whether a tensor in parts is traced as if it were a plain one of the whole shape."""
-    return is_in_parts(tensor) and dtensor.placement(tensor) is None
+    return tensors.is_in_parts(tensor) and dtensor.placement(tensor) is None
 
 
 def _note_in_parts(running: Running, tensor: Tensor, how: str) -> None:
