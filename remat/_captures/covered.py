@@ -190,7 +190,6 @@ class Covered:
         self.untold = tuple(untold)
         self._spots = tuple(spots)
         self.labels = tuple(str(spots[index].label) for index in fetched)
-        self.gather: Callable[[tuple[object, ...]], tuple[Tensor, ...] | None]
         self.gather = _generate_check(spots, fetched)
 
     def check(self, roots: tuple[object, ...]) -> bool:

@@ -86,9 +86,8 @@ def is_simple(value: object) -> bool:
 def numpy_scalar(value: Any) -> Hashable | None:
     """What tells a scalar of numpy from all others, to the bit; None for anything else."""
     kind = cast("type[object]", type(value))
-    if kind.__module__ != "numpy" or hasattr(kind, "__setitem__"):
-        return None
-    if not hasattr(kind, "__array_interface__"):
+    is_numpys = kind.__module__ == "numpy" and hasattr(kind, "__array_interface__")
+    if not is_numpys or hasattr(kind, "__setitem__"):
         return None
     return (kind, value.dtype.str, value.tobytes())
 

@@ -214,8 +214,10 @@ class Survey:
                 if step[0] in places.ITEMS:
                     if id(owner) not in filled:
                         filled.add(id(owner))
-                        held = {**owner} if isinstance(owner, dict) else [*owner]
-                        undo.callback(places.refill, owner, held)
+                        is_dict = isinstance(owner, dict)
+                        undo.callback(
+                            places.refill, owner, {**owner} if is_dict else [*owner]
+                        )
                         _refill(node)
                     continue
                 try:
