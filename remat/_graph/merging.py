@@ -20,16 +20,7 @@ from typing import final
 
 from remat._graph import operators
 from remat._graph.numbering import Numbering
-from remat._graph.values import (
-    Building,
-    Graph,
-    Ref,
-    Value,
-    check,
-    has_effect,
-    prune,
-    roots,
-)
+from remat._graph.values import Building, Graph, Ref, Value, check, prune, roots
 
 
 def merge(
@@ -150,7 +141,7 @@ def _match_steps(line: _Aligned) -> _Matched:
 def _needed_steps(line: _Aligned, stand_ins: Mapping[int, int]) -> tuple[int, ...]:
     """The steps of the second that its outputs need; stand-ins need none."""
     needed = {ref.index for ref in line.outputs if ref is not None}
-    needed.update(index for index in line.second if has_effect(line.values[index]))
+    needed.update(index for index in line.second if line.values[index].has_effect)
     for index in reversed(line.second):
         if index in needed and index not in stand_ins:
             needed.update(line.values[index].uses)
@@ -205,6 +196,4 @@ def _merged_graph(line: _Aligned, match: _Matched, order: Sequence[int]) -> Grap
         new.copy(index, value)
         if index in firsts:
             new.places[firsts[index]] = new.places[index]
-    graph = new.graph(line.num_inputs, line.outputs)
-    effects = [index for index, value in enumerate(graph.values) if has_effect(value)]
-    return check(prune(graph, effects))
+    return check(prune(new.graph(line.num_inputs, line.outputs)))

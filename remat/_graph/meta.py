@@ -130,6 +130,9 @@ class TensorMeta:
         return f"{dtype}[{', '.join(map(str, self.shape))}]"
 
 
+Meta = TensorMeta | tuple[TensorMeta | None, ...] | None
+
+
 def unexpanded_shape(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     """A shape before `expand`: a dimension that repeats one element has size one."""
     pairs = zip(shape, stride, strict=True)
@@ -157,6 +160,12 @@ def is_spread(layout: Layout) -> bool:
     return len(layout) > 5 and layout[5] is not None
 
 
+def is_alike(one: Meta, other: Meta) -> bool:
+    """Whether two values are tensors of the same shape, strides, dtype and device."""
+    is_single = isinstance(one, TensorMeta) and isinstance(other, TensorMeta)
+    return is_single and one.layout[:4] == other.layout[:4]
+
+
 def is_open(meta: TensorMeta) -> bool:
     """Whether a size or stride is a symbol of a running trace."""
     return any(isinstance(each, torch.SymInt) for each in (*meta.shape, *meta.stride))
@@ -171,9 +180,6 @@ def without_symbols(key: Any) -> Hashable:
     if isinstance(key, tuple):
         return tuple(map(without_symbols, cast("tuple[Any, ...]", key)))
     return key
-
-
-Meta = TensorMeta | tuple["TensorMeta | None", ...] | None
 
 
 def metas_in(meta: Meta) -> list[TensorMeta]:

@@ -62,6 +62,12 @@ class Value:
         return self.is_backward and self.rank >= 0
 
     @property
+    def has_effect(self) -> bool:
+        """Whether a step matters even if nothing reads it: it draws, or may raise."""
+        is_draw = operators.draws(self) and not self.is_redraw
+        return is_draw or operators.is_check(self.op)
+
+    @property
     def uses(self) -> tuple[int, ...]:
         """The indices of the values that this one reads."""
         found = list(refs((self.args, self.kwargs)))
@@ -148,12 +154,6 @@ def check(graph: Graph) -> Graph:
     return graph
 
 
-def has_effect(value: Value) -> bool:
-    """Whether a step matters even if nothing reads it: it draws, or may raise."""
-    is_draw = operators.draws(value) and not value.is_redraw
-    return is_draw or operators.is_check(value.op)
-
-
 def roots(graph: Graph) -> tuple[int, ...]:
     """For each value the value that owns its storage: itself unless it is a view."""
     found: list[int] = []
@@ -181,11 +181,6 @@ def last_uses(graph: Graph) -> dict[int, list[int]]:
         if index not in kept and step >= graph.num_inputs:
             found.setdefault(step, []).append(index)
     return found
-
-
-def is_tensor(value: Value) -> bool:
-    """Whether a value is one tensor, not an operator's tuple of outputs."""
-    return isinstance(value.meta, TensorMeta)
 
 
 def label(graph: Graph, index: int) -> str:
@@ -231,10 +226,15 @@ def renumbered(value: Value, places: Mapping[int, int]) -> Value:
 
 
 def prune(
-    graph: Graph, keep: Iterable[int] = (), num_inputs: int | None = None
+    graph: Graph, keep: Iterable[int] | None = None, num_inputs: int | None = None
 ) -> Graph:
-    """The graph of what its outputs or `keep` need, and its first `num_inputs` inputs, or all."""
+    """The graph of what its outputs or `keep` need, and its first `num_inputs` inputs, or all.
+
+    Unless told otherwise it keeps each step that has an effect.
+    """
     count = graph.num_inputs if num_inputs is None else num_inputs
+    if keep is None:
+        keep = (k for k, value in enumerate(graph.values) if value.has_effect)
     needed = {*range(count), *keep}
     needed.update(ref.index for ref in graph.outputs if ref is not None)
     for index in range(len(graph.values) - 1, -1, -1):

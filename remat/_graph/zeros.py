@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from remat._graph import operators
-from remat._graph.meta import TensorMeta
+from remat._graph.meta import is_alike
 from remat._graph.values import Ref, Value, replace_refs
 
 _aten: Any = torch.ops.aten
@@ -54,7 +54,7 @@ def without_zeros(
             zeros.add(index)
             continue
         other = _other_summand(value, zeros)
-        if other is None or not _is_alike(kept[other].meta, value.meta):
+        if other is None or not is_alike(kept[other].meta, value.meta):
             continue
         if index in returned or value.names:
             kept[index] = dataclasses.replace(
@@ -92,10 +92,3 @@ def _other_summand(value: Value, zeros: Collection[int]) -> int | None:
         return first
     is_plain = value.op is _aten.add.Tensor and not value.kwargs and len(args) == 2
     return second if is_plain and first in zeros else None
-
-
-def _is_alike(one: Any, other: Any) -> bool:
-    """Whether two values have the same shape, strides and dtype."""
-    if not isinstance(one, TensorMeta) or not isinstance(other, TensorMeta):
-        return False
-    return one.layout[:4] == other.layout[:4]

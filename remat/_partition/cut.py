@@ -15,16 +15,7 @@ import torch
 
 from remat._graph import operators
 from remat._graph.joint import Joint, View, view_path
-from remat._graph.values import (
-    Building,
-    Graph,
-    Ref,
-    Value,
-    check,
-    has_effect,
-    prune,
-    roots,
-)
+from remat._graph.values import Building, Graph, Ref, Value, check, prune, roots
 from remat._partition.analysis import Analysis, Decisions
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
@@ -121,7 +112,7 @@ def forward_graph(joint: Joint, saved: Sequence[int]) -> tuple[Graph, tuple[int,
     for index, value in enumerate(values):
         if value.op is not None and not value.is_backward:
             values[index] = dataclasses.replace(value, rank=next(ranks))
-            if has_effect(value):
+            if value.has_effect:
                 effects.append(index)
     outputs = _clone_shared(joint, values)
     graph = dataclasses.replace(joint.graph, values=tuple(values))
@@ -248,7 +239,5 @@ def unique_outputs(
         else:
             views.append(View(len(unique), None, None, False))
             unique.append((ref, placement))
-    checks = [k for k, each in enumerate(graph.values) if operators.is_check(each.op)]
-    refs = tuple(ref for ref, _ in unique)
-    pruned = prune(dataclasses.replace(graph, outputs=refs), checks)
-    return pruned, tuple(views), tuple(spread for _, spread in unique)
+    graph = dataclasses.replace(graph, outputs=tuple(ref for ref, _ in unique))
+    return prune(graph), tuple(views), tuple(spread for _, spread in unique)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from remat._graph import operators
 from remat._graph.meta import TensorMeta, layout_of
-from remat._graph.values import Graph, Ref, Value, has_effect, prune, refs, replace_refs
+from remat._graph.values import Graph, Ref, Value, prune, refs, replace_refs
 from remat._torch import isolation, modes, schemas
 
 _aten: Any = torch.ops.aten
@@ -127,8 +127,7 @@ def fold_products(graph: Graph) -> Graph:
                     values[index] = dataclasses.replace(
                         value, op=_aten.matmul.default, args=args
                     )
-    effects = [index for index, value in enumerate(values) if has_effect(value)]
-    return prune(dataclasses.replace(graph, values=tuple(values)), effects)
+    return prune(dataclasses.replace(graph, values=tuple(values)))
 
 
 def _view_and_product(graph: Graph, value: Value) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ from remat._graph.meta import device_of
 from remat._graph.values import Graph, Value, last_uses, replace_refs
 from remat._programs import by_places
 from remat._torch import levels, modes, schemas, tracer
-from remat._torch.levels import dual_level_is_active
 from remat._tracing import importing, naming, refusals
 
 
@@ -178,11 +177,6 @@ _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.select_scatter.default: _select_scatter,
     schemas.FUSED_NORM_BACKWARD: schemas.DECOMPOSED[schemas.FUSED_NORM_BACKWARD],
 }
-# Of index_fill torch's derivative by the value asks which indices there are. The backward of
-# trace is one. Obsolete when it does not.
-_DERIVABLE: dict[Callable[..., Any], Callable[..., Any]] = {
-    _aten.index_fill.int_Tensor: _index_fill,
-}
 
 
 def _is_mapped() -> bool:
@@ -197,9 +191,12 @@ def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
     is_recorded = torch.is_grad_enabled() and any(
         levels.requires_grad_anywhere(each) for each in args if isinstance(each, Tensor)
     )
-    is_followed = is_recorded or dual_level_is_active()
-    parts = _DERIVABLE.get(op) or schemas.made_of_others(op) if is_followed else None
-    if parts is None:
+    parts = schemas.made_of_others(op)
+    if op is _aten.index_fill.int_Tensor:
+        # Torch's derivative by the value asks which indices there are. The backward of trace is
+        # one. Obsolete when it does not.
+        parts = _index_fill
+    if parts is None or not (is_recorded or levels.dual_level_is_active()):
         return run(*args, **kwargs)
     made: Any = parts(*args, **kwargs)
     if is_mapped:

@@ -23,18 +23,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat._graph import operators
-from remat._graph.meta import layout_of
+from remat._graph.meta import TensorMeta, layout_of
 from remat._graph.numbering import Numbering
-from remat._graph.values import (
-    Building,
-    Graph,
-    Ref,
-    Value,
-    has_effect,
-    is_tensor,
-    prune,
-    roots,
-)
+from remat._graph.values import Building, Graph, Ref, Value, prune, roots
 from remat._partition.analysis import bytes_of
 from remat._partition.peak import peak_of_run
 from remat._torch import autograd, guards, levels
@@ -168,9 +159,7 @@ def _lending(graph: Graph, taken: Sequence[int], lent: Sequence[int]) -> Graph:
     for index in range(graph.num_inputs, len(graph.values)):
         if index not in new.places:
             new.copy(index, graph.values[index])
-    whole = new.graph(len(given), (*graph.outputs, *map(Ref, lent)))
-    effects = [index for index, each in enumerate(whole.values) if has_effect(each)]
-    return prune(whole, effects)
+    return prune(new.graph(len(given), (*graph.outputs, *map(Ref, lent))))
 
 
 def _equal_values(
@@ -208,6 +197,6 @@ def _lendable(graph: Graph) -> list[int]:
         index
         for index in range(graph.num_inputs, len(values))
         if owners[index] == index and index not in returned
-        if is_tensor(values[index]) and values[index].uses
+        if isinstance(values[index].meta, TensorMeta) and values[index].uses
         if not operators.draws(values[index])
     ]

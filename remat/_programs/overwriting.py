@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from remat._graph import operators
-from remat._graph.meta import TensorMeta
+from remat._graph.meta import TensorMeta, is_alike, is_open
 from remat._graph.values import Graph, Ref, Value, roots
 from remat._torch import schemas
 
@@ -89,8 +89,7 @@ def _writing_form(value: Value) -> tuple[Any, str] | None:
     if not isinstance(meta, TensorMeta) or not _is_pointwise(value.op):
         return None
     # An open size is another one in each call, and might be one that is broadcast.
-    is_open = any(type(size) is not int for size in (*meta.shape, *meta.stride))
-    if is_open or meta.size_bytes < _FEWEST_BYTES:
+    if is_open(meta) or meta.size_bytes < _FEWEST_BYTES:
         return None
     return schemas.out_variant(value.op)
 
@@ -102,12 +101,7 @@ def _is_pointwise(op: Any) -> bool:
 def _may_take(graph: Graph, owners: Sequence[int], value: Value, use: int) -> bool:
     """Whether a step may write over an argument whose memory it is the last to read."""
     owner = owners[use]
-    meta, own = graph.values[use].meta, value.meta
-    if owner < graph.num_inputs:
-        return False
-    if not isinstance(meta, TensorMeta) or not isinstance(own, TensorMeta):
-        return False
-    if (meta.shape, meta.stride, meta.dtype) != (own.shape, own.stride, own.dtype):
+    if owner < graph.num_inputs or not is_alike(graph.values[use].meta, value.meta):
         return False
     # Another view of that memory may have the elements in another order.
     if any(owners[other] == owner for other in value.uses if other != use):

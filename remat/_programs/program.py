@@ -88,11 +88,8 @@ class Program:
                 outer.is_custom |= self.is_custom
             in_compiler = tracer.is_in_compiler()
             return interpret(self._with_barriers if in_compiler else self.graph, inputs)
-        watcher = watching.watcher()
-        if watcher is None:
-            return self._run(inputs)
-        with watcher.following(self.graph, inputs) as at:
-            return self._watched(at, inputs)
+        with watching.following(self.graph, inputs) as at:
+            return self._watched(at, inputs) if at else self._run(inputs)
 
     def in_turns(
         self, inputs: Sequence[Tensor], turn: Callable[[bool], None]
@@ -105,15 +102,12 @@ class Program:
         has_own = any(each.is_backward and each.rank < 0 for each in values)
         if not has_own or tracer.proxy_is_active():
             return self(inputs)
-        watcher = watching.watcher()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            following = watcher and watcher.following(self.graph, inputs)
-            at = stack.enter_context(following) if following else _unheard
+        with torch.no_grad(), watching.following(self.graph, inputs) as at:
 
             def before(index: int) -> None:
                 turn(values[index].is_repeat)
-                at(index)
+                if at is not None:
+                    at(index)
 
             return self._watched(before, [*inputs])
 
@@ -142,11 +136,10 @@ class Program:
         """Whether an output is a view of an input or of another output."""
         owners = roots(self.graph)
         outputs = {ref.index for ref in self.graph.outputs if ref is not None}
-        others = {index for index in outputs if owners[index] != index}
         known = [owners[index] for index in outputs]
         return any(
-            owners[index] < self.graph.num_inputs or known.count(owners[index]) > 1
-            for index in others
+            owner != index and (owner < self.graph.num_inputs or known.count(owner) > 1)
+            for index, owner in zip(outputs, known, strict=True)
         )
 
     def __str__(self) -> str:
@@ -201,10 +194,6 @@ class Program:
     def operators(self) -> tuple[str, ...]:
         """The operators that a run executes, in order."""
         return self.graph.operators
-
-
-def _unheard(index: int) -> None:
-    """Nobody listens."""
 
 
 class _ProgramWriter:

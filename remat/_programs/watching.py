@@ -30,12 +30,14 @@ class Watcher(DispatchMode):
         """
 
 
-def watcher() -> Watcher | None:
-    """The innermost watcher of this thread."""
-    if not is_watched():
-        return None
-    modes = reversed(dispatch_modes())
-    return next((mode for mode in modes if isinstance(mode, Watcher)), None)
+def following(
+    graph: Graph, inputs: Sequence[Tensor]
+) -> contextlib.AbstractContextManager[Callable[[int], None] | None]:
+    """`Watcher.following` of the innermost watcher of this thread; None where there is none."""
+    for mode in reversed(dispatch_modes() if is_watched() else ()):
+        if isinstance(mode, Watcher):
+            return mode.following(graph, inputs)
+    return contextlib.nullcontext()
 
 
 def tensors_in(result: Any) -> Iterator[Tensor]:

@@ -79,7 +79,7 @@ def reads_constants(
     if not parts:
         return False
     graph = dataclasses.replace(joint.graph, outputs=tuple(map(Ref, parts)))
-    program = function.of_program(prune(graph, num_inputs=joint.num_operands))
+    program = function.of_program(prune(graph, (), joint.num_operands))
     made, *_ = program.traced(roots, tuple(operands), (), gradients=False)
     constant = [
         part
