@@ -16,12 +16,14 @@ class View:
     """How one returned tensor is made from an output or an operand."""
 
     #: Which output it is or shares its storage with; None for an operand.
-    output: int | None
-    operand: int | None  # which operand, likewise
+    output: int | None = None
+    operand: int | None = None  # which operand, likewise
     #: The view operators in between, as a graph with one input; None if it is the output or
     #: operand itself.
-    path: Graph | None
-    is_detached: bool  # whether no gradient flows although one flows to the base
+    path: Graph | None = None
+    is_detached: bool = (
+        False  # whether no gradient flows although one flows to the base
+    )
     #: Whether the function detached it from the base: no tangent flows either.
     is_cut: bool = False
 

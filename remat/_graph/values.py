@@ -8,7 +8,7 @@ graph in two and putting barriers into a backward are all done by `Building`.
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 from remat._graph import operators
@@ -154,16 +154,18 @@ def check(graph: Graph) -> Graph:
     return graph
 
 
+def maker(value: Value, values: Sequence[Value]) -> Value:
+    """The step that makes a value: itself, or what it is one of several outputs of."""
+    is_part = value.op is operator.getitem
+    return values[value.args[0].index] if is_part else value
+
+
 def roots(graph: Graph) -> tuple[int, ...]:
     """For each value the value that owns its storage: itself unless it is a view."""
     found: list[int] = []
     for index, value in enumerate(graph.values):
-        viewer = value
-        if value.op is operator.getitem:
-            # split, unbind and chunk return several views of one tensor.
-            maker: int = value.args[0].index
-            viewer = graph.values[maker]
-        base = operators.viewed(viewer)
+        # split, unbind and chunk return several views of one tensor.
+        base = operators.viewed(maker(value, graph.values))
         found.append(index if base is None else found[base])
     return tuple(found)
 

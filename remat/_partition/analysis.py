@@ -17,7 +17,7 @@ from remat._graph.flops import step_flops
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.numbering import value_numbers
-from remat._graph.values import Graph, Ref, roots
+from remat._graph.values import Graph, Ref, maker, roots
 from remat._torch import sizes
 from remat._torch.taking_functions import Applied
 
@@ -151,22 +151,19 @@ def _policy_value(graph: Graph, index: int, names: tuple[str, ...]) -> policies.
     value = graph.values[index]
     meta = value.meta
     assert isinstance(meta, TensorMeta)
-    maker = value
-    if value.op is operator.getitem:
-        made_at: int = value.args[0].index
-        maker = graph.values[made_at]
-    op = maker.op
+    made_by = maker(value, graph.values)
+    op = made_by.op
     return policies.Value(
         op=op.operator if isinstance(op, Applied) else op,
         names=names,
         shape=meta.hints,
         dtype=meta.dtype,
         size_bytes=meta.size_bytes,
-        flops=step_flops(graph, maker),
+        flops=step_flops(graph, made_by),
         source=value.source,
         function=value.function,
-        args=_policy_arguments(graph, maker.args),
-        kwargs=_policy_arguments(graph, maker.kwargs),
+        args=_policy_arguments(graph, made_by.args),
+        kwargs=_policy_arguments(graph, made_by.kwargs),
     )
 
 

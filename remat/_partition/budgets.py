@@ -110,8 +110,7 @@ class Model:
         return peaks_of(
             self.analysis.joint,
             self.cut(choice),
-            outcome.saved_bytes,
-            sum(restored),
+            outcome.saved_bytes + sum(restored),
             frees=all(each.keeps for each in storages),
             workspace=self.workspace,
         )

@@ -222,7 +222,7 @@ def unique_outputs(
     placements = outputs or [None] * len(graph.outputs)
     for ref, placement in zip(graph.outputs, placements, strict=True):
         if ref is None:
-            views.append(View(None, None, None, True))
+            views.append(View(is_detached=True))
             continue
         bases = [each for each, spread in unique if spread == placement]
         path = view_path(graph, bases, ref)
@@ -231,13 +231,13 @@ def unique_outputs(
             path = ref, None
         base, steps = path
         if (base, placement) in unique:
-            views.append(View(unique.index((base, placement)), None, steps, False))
+            views.append(View(unique.index((base, placement)), path=steps))
         elif skip <= base.index < graph.num_inputs and (
             given.get(base.index) == placement
         ):
-            views.append(View(None, base.index - skip, steps, False))
+            views.append(View(operand=base.index - skip, path=steps))
         else:
-            views.append(View(len(unique), None, None, False))
+            views.append(View(len(unique)))
             unique.append((ref, placement))
     graph = dataclasses.replace(graph, outputs=tuple(ref for ref, _ in unique))
     return prune(graph), tuple(views), tuple(spread for _, spread in unique)

@@ -15,7 +15,6 @@ from typing import final
 
 from remat._graph import operators
 from remat._graph.joint import Joint
-from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, last_uses, roots
 from remat._partition.analysis import bytes_of
 from remat._partition.costs import Workspace, known_workspace
@@ -52,15 +51,14 @@ class Peaks:
 def peaks_of(
     joint: Joint,
     found: Cut,
-    held_bytes: int,
-    restored_bytes: int,
+    waiting_bytes: int,
     *,
     frees: bool,
     workspace: Workspace = known_workspace,
 ) -> Peaks:
-    """The peaks of a call under `.backward()`, with `held_bytes` between its two halves.
+    """The peaks of a call under `.backward()`.
 
-    `restored_bytes` are what comes back before the backward begins, beside what waited.
+    `waiting_bytes` are there when the backward begins: what waited, and what of it came back.
     `frees` says whether the backward lets go of each saved value after its last use, as it
     does where all wait as they are. `workspace` says what kernels hold inside.
     """
@@ -75,7 +73,7 @@ def peaks_of(
     }
     return Peaks(
         peak_of_run(forward, workspace=workspace),
-        held_bytes + restored_bytes + peak_of_run(unique, freed, workspace),
+        waiting_bytes + peak_of_run(unique, freed, workspace),
         bytes_of(joint.graph, handed_out.intersection(found.saved)),
         bytes_of(joint.graph, handed_out.difference(found.saved)),
     )
@@ -96,40 +94,31 @@ def peak_of_run(
     live = peak = 0
     for index, value in enumerate(graph.values):
         if value.op is not operators.constant:
-            made = list(_storages(graph, owners, index))
-            new = [] if value.op is None else [each for each in made if not uses[each]]
-            live += sum(_size(graph, each) for each in new)
-            uses.update(made)
+            made = dict(_storages(graph, owners[index]))
+            if value.op is not None:
+                live += sum(size for each, size in made.items() if not uses[each])
+            uses.update([*made])
             inside = workspace(value, graph.values)
             if value.is_redraw and value.state is not None:
                 # The generator's own, and what is there when it is put back.
-                inside += 2 * _size(graph, (value.state.index, 0))
+                inside += 2 * bytes_of(graph, [value.state.index])
             peak = max(peak, live + inside)
         for freed in last.get(index, ()):
-            for each in _storages(graph, owners, freed):
+            for each, size in _storages(graph, owners[freed]):
                 uses[each] -= 1
                 is_input = graph.values[each[0]].op is None
-                size = freed_inputs.get(each[0], 0) if is_input else _size(graph, each)
+                size = freed_inputs.get(each[0], 0) if is_input else size
                 live -= 0 if uses[each] else size
     return peak
 
 
-def _storages(graph: Graph, owners: tuple[int, ...], index: int) -> Iterator[_Storage]:
-    """The storages that a value, or a tuple of values, keeps alive."""
-    owner = owners[index]
+def _storages(graph: Graph, owner: int) -> Iterator[tuple[_Storage, int]]:
+    """The storages that a value, or a tuple of values, keeps alive, each with its bytes."""
     value = graph.values[owner]
+    maker, first = owner, 0
     if value.op is operator.getitem:
-        yield value.args[0].index, value.args[1]
-    elif isinstance(value.meta, tuple):
-        for place, meta in enumerate(value.meta):
-            if meta is not None:
-                yield owner, place
-    else:
-        yield owner, 0
-
-
-def _size(graph: Graph, storage: _Storage) -> int:
-    maker, place = storage
-    meta = graph.values[maker].meta
-    found = meta[place] if isinstance(meta, tuple) else meta
-    return found.size_bytes if isinstance(found, TensorMeta) else 0
+        maker, first = value.args[0].index, value.args[1]
+    metas = value.meta if isinstance(value.meta, tuple) else (value.meta,)
+    for place, meta in enumerate(metas, first):
+        if meta is not None:
+            yield (maker, place), meta.size_bytes

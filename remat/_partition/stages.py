@@ -65,17 +65,12 @@ class Stages:
         permitted = [
             f"{views[n]} in {save.storage!r}" for n, save in self.decisions.items()
         ]
-        saved = [label(graph, index) for index in self.cut.saved]
-        again = [label(graph, index) for index in self.cut.repeats]
-        return "\n".join(
-            (
-                "joint graph:", str(graph),
-                "decisions: may be saved", *_indented_stage(permitted),
-                "cut: is saved", *_indented_stage(saved),
-                "cut: is recomputed", *_indented_stage(again),
-            )
-        )  # fmt: skip
-
-
-def _indented_stage(lines: list[str]) -> list[str]:
-    return [f"  {line}" for line in lines] or ["  nothing"]
+        sections = {
+            "decisions: may be saved": permitted,
+            "cut: is saved": [label(graph, index) for index in self.cut.saved],
+            "cut: is recomputed": [label(graph, index) for index in self.cut.repeats],
+        }
+        lines = ["joint graph:", str(graph)]
+        for title, listed in sections.items():
+            lines += [title, *(f"  {line}" for line in listed or ["nothing"])]
+        return "\n".join(lines)

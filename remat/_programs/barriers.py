@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from remat._graph import operators
-from remat._graph.meta import TensorMeta
+from remat._graph.meta import TensorMeta, unexpanded_shape
 from remat._graph.numbering import Numbering
 from remat._graph.values import Graph, Ref, Value, check, renumbered, roots
 from remat._partition.analysis import bytes_of
@@ -28,14 +28,9 @@ from remat._torch import schemas, tracer
 
 def _hold(value: Tensor, until: Tensor) -> Tensor:
     """A copy with the same strides, also those of expanded dimensions, which are 0."""
-    distinct = value
-    for dim, stride in enumerate(value.stride()):
-        if stride == 0:
-            distinct = distinct.narrow(dim, 0, min(1, value.shape[dim]))
-    copy = torch.empty_strided(
-        distinct.shape, value.stride(), dtype=value.dtype, device=value.device
-    )
-    return copy.copy_(distinct).expand(value.shape)
+    sizes, stride = unexpanded_shape(value.shape, value.stride()), value.stride()
+    copy = torch.empty_strided(sizes, stride, dtype=value.dtype, device=value.device)
+    return copy.copy_(value[tuple(map(slice, sizes))]).expand(value.shape)
 
 
 HOLD = schemas.define("hold", "(Tensor value, Tensor until) -> Tensor", _hold, _hold)

@@ -44,13 +44,13 @@ def _binding(graph: Graph, value: Value) -> Callable[..., Any] | None:
         return None
     stand_ins = dict(zip(reads, map(rehearsal_tensor, metas), strict=True))
     args, kwargs = replace_refs((value.args, value.kwargs), stand_ins.__getitem__)
-    wanted = operators.arguments(own, tuple(args), dict(kwargs))
+    wanted = [*operators.arguments(own, tuple(args), dict(kwargs)).items()]
     op: Any = _SAME_BELOW_AUTOGRAD.get(own, own)
     for binding in schemas.bindings(op):
         heard = _rehearse(binding, tuple(args), dict(kwargs))
         if heard is None or heard[0] is not op:
             continue
-        if _same_arguments(wanted, operators.arguments(*heard)):
+        if _same_arguments(wanted, [*operators.arguments(*heard).items()]):
             return binding
     return None
 
@@ -94,8 +94,6 @@ def _rehearse(
 
 
 def _same_arguments(first: Any, second: Any) -> bool:
-    if isinstance(first, dict) and isinstance(second, dict):
-        first, second = list(first.items()), list(second.items())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
         return len(first) == len(second) and all(map(_same_arguments, first, second))  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):

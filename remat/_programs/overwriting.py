@@ -8,7 +8,6 @@ the caller, or wait for another backward, and are never written.
 """
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from remat._graph import operators
 from remat._graph.meta import TensorMeta, is_alike, is_open
-from remat._graph.values import Graph, Ref, Value, roots
+from remat._graph.values import Graph, Ref, Value, maker, roots
 from remat._torch import schemas
 
 # Smaller tensors come from the allocator's lists: a heuristic.
@@ -121,8 +120,7 @@ def _is_whole(graph: Graph, owner: int, use: int) -> bool:
 
 def _is_alone(made: Value, graph: Graph) -> bool:
     """Whether what is overwritten is in memory that its step made, and that nothing else is in."""
-    if made.op is operator.getitem:
-        made = graph.values[made.uses[0]]
+    made = maker(made, graph.values)
     if operators.short_name(made.op) in _MAKERS:
         return True
     # A composite may return what it was given: the conjugate of a real tensor.

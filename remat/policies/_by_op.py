@@ -6,8 +6,7 @@ ATen operator or the torch function that the user called. An operator that torch
 a trace sees it, such as `aten.linear`, stands for the function.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, final
@@ -106,31 +105,26 @@ def _target_as_glob(target: object) -> str:
 def _is_op_name(name: str) -> bool:
     if any(character in name for character in "*?["):
         return True
-    path = name.split(".")
-    if len(path) == 1:
+    space, *path = name.split(".")
+    if not path:
         return _is_target_name(name)
-    return len(path) <= 3 and _target_in_torch_ops(path) is not None
-
-
-def _target_in_torch_ops(path: Sequence[str]) -> Any:
-    return functools.reduce(
-        lambda each, name: getattr(each, name, None), path, torch.ops
-    )
+    found: Any = getattr(torch.ops, space, None)
+    for each in path:
+        found = getattr(found, each, None)
+    return len(path) <= 2 and found is not None
 
 
 def _is_taken_apart(name: str) -> bool:
     """Whether a target names an ATen operator that torch decomposes before a trace."""
-    match name.split("."):
-        case ["aten", packet, *overload]:
-            operator = _target_in_torch_ops(["aten", packet])
-            overloads = overload or getattr(operator, "overloads", list)()
-            # The default one speaks for all; where there is none, as for
-            # `aten.softmax`, each does.
-            deciding = ["default"] if "default" in overloads else overloads
-            candidates = [getattr(operator, each, None) for each in deciding]
-            return any(schemas.is_composite(each) for each in candidates if each)
-        case _:
-            return False
+    space, *path = name.split(".")
+    if space != "aten" or not path:
+        return False
+    operator: Any = getattr(torch.ops.aten, path[0], None)
+    overloads = path[1:] or getattr(operator, "overloads", list)()
+    # The default one speaks for all; where there is none, as for `aten.softmax`, each does.
+    deciding = ["default"] if "default" in overloads else overloads
+    candidates = [getattr(operator, each, None) for each in deciding]
+    return any(schemas.is_composite(each) for each in candidates if each)
 
 
 def _is_target_name(name: str) -> bool:

@@ -91,16 +91,24 @@ class CheckpointOptions:
             reason = _WITH_DEBUG if self.engine == "trace" else _WITH_DEBUG_OF_RERUN
             warn_without_effect("checkpoint(debug=True)", *reason)
 
+    @property
+    def settings(self) -> Settings:
+        """The options of `remat` that do the same."""
+        rng = "preserve" if self.preserve_rng_state else "keys"
+        return Settings(policy_of(self.context_fn), rng, self.engine)
+
     def region(self, function: Callable[..., Any]) -> DecoratedFunction[..., Any]:
         """A region with these options around a function."""
-        policy = policy_of(self.context_fn)
-        settings = _peer_settings(policy, self.preserve_rng_state, self.engine)
-        return DecoratedFunction(function, settings)
+        return DecoratedFunction(function, self.settings)
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a function as a region with these options."""
         if is_dynamo_compiling():
-            kind = _graph_kind(self.context_fn, self.preserve_rng_state, self.engine)
+            kind = _graph_kind(
+                context_fn=self.context_fn,
+                preserve_rng_state=self.preserve_rng_state,
+                engine=self.engine,
+            )
             return torch_compile.call(kind, function, args, kwargs)
         if self.use_reentrant and kwargs:
             raise ValueError(
@@ -136,18 +144,10 @@ def require_options(
             )
 
 
-@functools.lru_cache(maxsize=256)
-def _peer_settings(
-    policy: AbstractPolicy, preserve_rng_state: bool, engine: str
-) -> Settings:
-    return Settings(policy, "preserve" if preserve_rng_state else "keys", engine)
-
-
 @dynamo.constant_for_dynamo
-def _graph_kind(context_fn: ContextFn, preserve_rng_state: bool, engine: str) -> str:
+def _graph_kind(**options: Any) -> str:
     """What a graph of torch.compile calls the regions with these options."""
-    settings = _peer_settings(policy_of(context_fn), preserve_rng_state, engine)
-    return kind_of(settings, "checkpoint(...)")
+    return kind_of(CheckpointOptions(**options).settings, "checkpoint(...)")
 
 
 @dynamo.unseen_by_dynamo

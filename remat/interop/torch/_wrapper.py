@@ -19,7 +19,6 @@ from remat._torch import distributed
 from remat.interop.torch._checkpoint import (
     CheckpointOptions,
     checkpoint,
-    policy_of,
     require_options,
 )
 from remat.modules import apply
@@ -88,10 +87,8 @@ def checkpoint_wrapper(
         why="torch would pass it to the module at each call.",
         do="Use one of these, or pass it where the module is called.",
     )
-    options = CheckpointOptions(**checkpoint_fn_kwargs)
-    policy, engine = policy_of(options.context_fn), options.engine
-    rng = "preserve" if options.preserve_rng_state else "keys"
-    return apply(module, "", policy=policy, rng=rng, engine=engine)
+    its = CheckpointOptions(**checkpoint_fn_kwargs).settings
+    return apply(module, "", policy=its.policy, rng=its.rng, engine=its.engine)
 
 
 def offload_wrapper(module: nn.Module) -> nn.Module:
