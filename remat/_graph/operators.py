@@ -149,12 +149,6 @@ def is_keyed(op: Any) -> bool:
     return isinstance(op, schemas.OpOverload) and op.name().startswith("remat::random_")
 
 
-def workspace_bytes(op: Any, args: Sequence[Any], result: Any) -> int:
-    """What the kernel of a draw from a key holds beside its result while it runs."""
-    is_known = isinstance(op, schemas.OpOverload) and op in WORKSPACES
-    return WORKSPACES[op](args, result) if is_known else 0
-
-
 def maker(value: ValueLike, values: Sequence[ValueLike]) -> Any:
     """The operator behind a value: past getitem and matmul's last view."""
     while value.op is operator.getitem or value.op in _HIDDEN_VIEWS:

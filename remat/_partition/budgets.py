@@ -61,12 +61,14 @@ class Model:
         analysis: the joint graph.
         items: those of the problem, in order.
         problem: what a planner solves.
+        costs: what a step is counted as.
         workspace: what kernels hold inside.
     """
 
     analysis: Analysis
     items: tuple[Item, ...]
     problem: Problem
+    costs: Costs
     workspace: Workspace = known_workspace
 
     def decisions(self, choice: Sequence[int | None]) -> Decisions:
@@ -118,19 +120,15 @@ class Model:
 
 def model_for(analysis: Analysis, budget: Budget) -> Model:
     """The planner's problem, with the ways to wait and the costs of a budget."""
-    model = model_of(analysis, budget.storages, unit_of(analysis, budget))
+    values = analysis.joint.graph.values[: analysis.joint.num_operands]
+    metas = itertools.chain.from_iterable(metas_in(value.meta) for value in values)
+    model = model_of(analysis, budget.storages, costs_of(budget.costs, metas))
     return dataclasses.replace(model, workspace=workspace_of(budget.costs))
 
 
 def model_without_remat(analysis: Analysis, budget: Budget) -> Model:
     """The same where all may be saved as it is, whatever the budget allows."""
     return model_for(analysis, dataclasses.replace(budget, allow=None))
-
-
-def unit_of(analysis: Analysis, budget: Budget) -> Costs:
-    """What a budget counts a step of a program as."""
-    values = analysis.joint.graph.values[: analysis.joint.num_operands]
-    return costs_of(budget.costs, itertools.chain(*(metas_in(v.meta) for v in values)))
 
 
 def is_recomputed(analysis: Analysis, index: int) -> bool:
@@ -192,7 +190,7 @@ def model_of(
         fixed_bytes=fixed_bytes(analysis),
         base_cost=sum(map(cost, certain)),
     )
-    return Model(analysis, tuple(items), problem)
+    return Model(analysis, tuple(items), problem, costs)
 
 
 def _members_without_budget(analysis: Analysis) -> frozenset[int]:

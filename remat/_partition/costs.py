@@ -63,7 +63,8 @@ def by_flops(graph: Graph, index: int) -> int:
 
 def known_workspace(value: Value, values: Sequence[Value] = ()) -> int:
     """The bytes that are known without running anything: those of draws from keys."""
-    return operators.workspace_bytes(value.op, value.args, value.meta)
+    held = operators.WORKSPACES.get(value.op)
+    return held(value.args, value.meta) if held else 0
 
 
 def workspace_of(name: str) -> Workspace:

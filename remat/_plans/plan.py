@@ -14,7 +14,6 @@ from remat._calls.decorated import undecided
 from remat._errors import PolicyError, refusal, require_choice
 from remat._graph.operators import made_by
 from remat._partition import budgets
-from remat._partition.costs import Costs
 from remat._partition.decide import fingerprint
 from remat._partition.peak import Peaks
 from remat._plans.json_parts import (
@@ -403,10 +402,6 @@ class Planner:
         self.devices = tuple(meta.device.type for meta in operands)
 
     @functools.cached_property
-    def _unit(self) -> Costs:
-        return budgets.unit_of(self._analysis, self._policy)
-
-    @functools.cached_property
     def _model(self) -> budgets.Model:
         return budgets.model_for(self._analysis, self._policy)
 
@@ -422,7 +417,7 @@ class Planner:
     def _planned(self, model: budgets.Model, budget: Budget) -> Plan:
         size, solution = budgets.solve(model, budget, _SOLVERS[self._solver])
         return Plan(
-            rows=tuple(_rows(model, solution, self._unit)),
+            rows=tuple(_rows(model, solution)),
             budget_bytes=size,
             saved_bytes=solution.saved_bytes,
             argument_bytes=self._argument_bytes,
@@ -441,7 +436,7 @@ class Planner:
         return self.plan(dataclasses.replace(self._policy, size=size, peak=None))
 
 
-def _rows(model: budgets.Model, solution: Solution, costs: Costs) -> Iterator[PlanRow]:
+def _rows(model: budgets.Model, solution: Solution) -> Iterator[PlanRow]:
     analysis = model.analysis
     graph = analysis.joint.graph
     for number, item in enumerate(model.items):
@@ -458,7 +453,7 @@ def _rows(model: budgets.Model, solution: Solution, costs: Costs) -> Iterator[Pl
             dtype=name_of(view.dtype),
             source=view.source,
             size_bytes=view.size_bytes,
-            cost=costs(graph, maker.args[0].index if is_output else member),
+            cost=model.costs(graph, maker.args[0].index if is_output else member),
             storage=None if option is None else item.storages[option],
             held_bytes=held,
         )
