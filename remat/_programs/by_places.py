@@ -69,37 +69,22 @@ def _is_part(value: Value, values: Sequence[Value]) -> bool:
     return sizes[0] != sizes[-1] or owner.op is operator.getitem
 
 
-def _read(
-    order: list[int],
-    tensor: Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
-    offset: int | None = None,
-) -> Tensor:
-    places = _places(tensor, size, stride, offset)
-    return _aten.index.Tensor(tensor.permute(order).reshape(-1), [places])
+# In these `place` is the size, the strides and the offset of what is read or written.
+def _read(order: list[int], tensor: Tensor, *place: Any) -> Tensor:
+    laid = tensor.permute(order).reshape(-1)
+    return _aten.index.Tensor(laid, [_places(tensor, *place)])
 
 
-def _write(
-    order: list[int],
-    tensor: Tensor,
-    source: Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
-    offset: int | None = None,
-) -> Tensor:
-    places = _places(tensor, size, stride, offset)
-    laid = tensor.permute(order)
+def _write(order: list[int], tensor: Tensor, source: Tensor, *place: Any) -> Tensor:
+    places, laid = _places(tensor, *place), tensor.permute(order)
     written = laid.reshape(-1).index_put((places,), source).reshape(laid.shape)
     return written.permute([order.index(dim) for dim in range(tensor.dim())])
 
 
-def _places(
-    tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
-) -> Tensor:
+def _places(tensor: Tensor, *place: Any) -> Tensor:
     """Which element, counted in memory, is at each place of what is read or written."""
     counted = torch.arange(tensor.numel(), device=tensor.device)
-    return counted.as_strided(size, stride, offset)
+    return counted.as_strided(*place)
 
 
 _BY_PLACES: dict[Callable[..., Any], Callable[..., Any]] = {

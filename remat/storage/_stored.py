@@ -7,6 +7,7 @@ Some values are restored together, as when one collective gathers all sharded va
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, final
 
@@ -132,16 +133,13 @@ class Stored:
         if self.joint is not None:
             yield self.joint
         for part in self.parts:
-            if isinstance(part, Stored):
-                yield from part.joints
+            yield from part.joints if isinstance(part, Stored) else ()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that wait."""
-        found: list[Tensor] = []
-        for part in self.parts:
-            found += part.tensors if isinstance(part, Stored) else (part,)
-        return tuple(found)
+        several = [p.tensors if isinstance(p, Stored) else (p,) for p in self.parts]
+        return tuple(itertools.chain.from_iterable(several))
 
     @property
     def size_bytes(self) -> int:
