@@ -162,8 +162,9 @@ def is_spread(layout: Layout) -> bool:
 
 def is_alike(one: Meta, other: Meta) -> bool:
     """Whether two values are tensors of the same shape, strides, dtype and device."""
-    is_single = isinstance(one, TensorMeta) and isinstance(other, TensorMeta)
-    return is_single and one.layout[:4] == other.layout[:4]
+    if not isinstance(one, TensorMeta) or not isinstance(other, TensorMeta):
+        return False
+    return one.layout[:4] == other.layout[:4]
 
 
 def is_open(meta: TensorMeta) -> bool:

@@ -156,8 +156,10 @@ def check(graph: Graph) -> Graph:
 
 def maker(value: Value, values: Sequence[Value]) -> Value:
     """The step that makes a value: itself, or what it is one of several outputs of."""
-    is_part = value.op is operator.getitem
-    return values[value.args[0].index] if is_part else value
+    if value.op is not operator.getitem:
+        return value
+    index: int = value.args[0].index
+    return values[index]
 
 
 def roots(graph: Graph) -> tuple[int, ...]:

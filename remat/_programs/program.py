@@ -69,16 +69,12 @@ class Program:
         """The outputs; empties the list, and frees each input after its last use."""
         if self._lender is not None and not tracer.proxy_is_active():
             return self._lender.consume(inputs)
-        if self._shares_memory:
-            # Outputs that share memory must stay views: an in-place change shows in all.
-            with torch.no_grad():
-                if self.is_compiled and not modes.is_watched():
-                    return self._short(inputs)
-                return self.consume_with_gradient(inputs)
-        with modes.below_autograd():
-            if modes.is_watched():
-                return self.consume_with_gradient(inputs)
-            return self._short(inputs)
+        # Outputs that share memory must stay views: an in-place change shows in all.
+        with torch.no_grad() if self._shares_memory else modes.below_autograd():
+            is_short = self.is_compiled or not self._shares_memory
+            if is_short and not modes.is_watched():
+                return self._short(inputs)
+            return self.consume_with_gradient(inputs)
 
     def consume_with_gradient(self, inputs: list[Tensor]) -> list[Any]:
         """`consume`, differentiable operator by operator if the caller wants that."""

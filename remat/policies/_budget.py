@@ -61,13 +61,11 @@ class Budget(WholeProgram):
         """
         if self.allow is None:
             return (Keep(),)
-        answer: Any = cast("Any", self.allow)(value)
-        if isinstance(answer, AbstractStorage):
-            return (answer,)
-        if isinstance(answer, (tuple, list)) and answer:
-            several = cast("tuple[Any, ...]", tuple(answer))  # pyright: ignore[reportUnknownArgumentType]
-            if all(isinstance(each, AbstractStorage) for each in several):
-                return several
+        answer: Any = self.allow(value)
+        listed: Any = answer if isinstance(answer, (tuple, list)) else [answer]
+        several = tuple[Any, ...](listed)
+        if several and all(isinstance(each, AbstractStorage) for each in several):
+            return several
         decision = decide(self.allow, value)
         return (decision.storage,) if isinstance(decision, Save) else ()
 
