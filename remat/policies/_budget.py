@@ -62,8 +62,9 @@ class Budget(WholeProgram):
         if self.allow is None:
             return (Keep(),)
         answer: Any = self.allow(value)
-        listed: Any = answer if isinstance(answer, (tuple, list)) else [answer]
-        several = tuple[Any, ...](listed)
+        several: tuple[Any, ...] = (answer,)
+        if isinstance(answer, (tuple, list)):
+            several = cast("tuple[Any, ...]", tuple(answer))  # pyright: ignore[reportUnknownArgumentType]
         if several and all(isinstance(each, AbstractStorage) for each in several):
             return several
         decision = decide(self.allow, value)
