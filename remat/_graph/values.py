@@ -154,7 +154,7 @@ def check(graph: Graph) -> Graph:
     return graph
 
 
-def maker(value: Value, values: Sequence[Value]) -> Value:
+def step_behind(value: Value, values: Sequence[Value]) -> Value:
     """The step that makes a value: itself, or what it is one of several outputs of."""
     if value.op is not operator.getitem:
         return value
@@ -167,7 +167,7 @@ def roots(graph: Graph) -> tuple[int, ...]:
     found: list[int] = []
     for index, value in enumerate(graph.values):
         # split, unbind and chunk return several views of one tensor.
-        base = operators.viewed(maker(value, graph.values))
+        base = operators.viewed(step_behind(value, graph.values))
         found.append(index if base is None else found[base])
     return tuple(found)
 

@@ -17,7 +17,7 @@ from remat._graph.flops import step_flops
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.numbering import value_numbers
-from remat._graph.values import Graph, Ref, maker, roots
+from remat._graph.values import Graph, Ref, roots, step_behind
 from remat._torch import sizes
 from remat._torch.taking_functions import Applied
 
@@ -151,7 +151,7 @@ def _policy_value(graph: Graph, index: int, names: tuple[str, ...]) -> policies.
     value = graph.values[index]
     meta = value.meta
     assert isinstance(meta, TensorMeta)
-    made_by = maker(value, graph.values)
+    made_by = step_behind(value, graph.values)
     op = made_by.op
     return policies.Value(
         op=op.operator if isinstance(op, Applied) else op,

@@ -15,7 +15,7 @@ import torch
 
 from remat._graph import operators
 from remat._graph.meta import TensorMeta, is_alike, is_open
-from remat._graph.values import Graph, Ref, Value, maker, roots
+from remat._graph.values import Graph, Ref, Value, roots, step_behind
 from remat._torch import schemas
 
 # Smaller tensors come from the allocator's lists: a heuristic.
@@ -120,7 +120,7 @@ def _is_whole(graph: Graph, owner: int, use: int) -> bool:
 
 def _is_alone(made: Value, graph: Graph) -> bool:
     """Whether what is overwritten is in memory that its step made, and that nothing else is in."""
-    made = maker(made, graph.values)
+    made = step_behind(made, graph.values)
     if operators.short_name(made.op) in _MAKERS:
         return True
     # A composite may return what it was given: the conjugate of a real tensor.

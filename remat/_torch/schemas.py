@@ -18,6 +18,7 @@ from torch._decomp import (
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
 # The schema of an operator of `torch.ops`.
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 # Whether an operator has a kernel of its own for a dispatch key, both by their names.

@@ -20,12 +20,6 @@ from remat._torch import schemas
 from remat.policies._contract import AbstractPolicy, Value
 from remat.policies._names import show_call
 
-# torch exports neither class under a public name; their objects are public.
-_OPERATORS: tuple[type, ...] = (
-    type(torch.ops.aten.mm.default),
-    type(torch.ops.aten.mm),
-)
-
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
@@ -94,7 +88,7 @@ def _target_as_glob(target: object) -> str:
             if not _is_op_name(target):
                 raise _not_op(target, "torch has no operator or function of that name.")
             return target.split(".")[1] if _is_taken_apart(target) else target
-        case _ if isinstance(target, _OPERATORS):
+        case schemas.OpOverload() | schemas.OpOverloadPacket():
             return _target_as_glob(str(target))
         case _ if _is_torch_target(target) and _is_target_name(function_name(target)):
             return function_name(target)

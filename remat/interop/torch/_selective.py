@@ -19,15 +19,11 @@ import torch
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from remat._errors import PolicyError, refusal
+from remat._torch import schemas
 from remat.policies import AbstractPolicy, Operand, Recompute, Save, Value
 from remat.storage import Offload
 
-# torch exports the class of overloads under no public name; the objects are public.
-_OVERLOADS = (
-    type(torch.ops.aten.mm.default),
-    type(torch.ops.higher_order.flex_attention),
-)
-_PACKET = type(torch.ops.aten.mm)
+_OVERLOADS = (schemas.OpOverload, type(torch.ops.higher_order.flex_attention))
 
 # For compilers alone does torch tell `MUST_` from `PREFER_`. Outputs to offload wait in host
 # memory here; torch (2.15) silently recomputes them.
@@ -210,7 +206,7 @@ def _selected_operators(operators: list[Any]) -> tuple[object, ...]:
             continue
         why = f"It is a {type(each).__name__}."
         do = "Pass torch.ops.aten.mm.default, for example."
-        if isinstance(each, _PACKET):
+        if isinstance(each, schemas.OpOverloadPacket):
             why = "It is an operator with all its overloads."
             do = f"Pass torch.ops.{each}.default, or another of its overloads."
         raise refusal(
