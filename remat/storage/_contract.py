@@ -399,9 +399,7 @@ def densely(
     None for a copy in their own.
     """
     stride = value.stride()
-    sizes = unexpanded_shape(value.shape, stride)
-    is_repeated = sizes != [*value.shape]
-    numbers = value[tuple(map(slice, sizes))] if is_repeated else value
+    numbers = value[tuple(map(slice, unexpanded_shape(value.shape, stride)))]
     order = sorted(range(value.dim()), key=lambda dim: -stride[dim])
     dense = numbers.permute(order)
     own = iter(range(value.dim()))
