@@ -3,9 +3,9 @@
 The text of the function is kept, and `.programs()` prints it. What is printed is what runs: as
 Python, by torch's own interpreter (`_programs.interpreted`), or compiled (`_programs.compiled`).
 Where no dispatch mode listens, some steps write over what is no longer read
-(`_programs.overwriting`). For a `Watcher`, the same function reports each
-step before it runs. Inside an outer trace, the graph is interpreted instead, so that each operator
-keeps its name and its line there.
+(`_programs.overwriting`). For a `Watcher`, the same function reports each step before it runs.
+Inside an outer trace, the graph is interpreted instead, so that each operator keeps its name and
+its line there.
 """
 
 import contextlib
