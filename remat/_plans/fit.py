@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, final
 
@@ -243,8 +242,6 @@ def _recorded(
             leaves = [p.requires_grad_() for p in parameters if p.is_floating_point()]
 
         def run(recorder: Recorder, note: Callable[..., None]) -> Tensor:
-            places = itertools.count()
-
             def stand_in(region: _Region, args: Any, kwargs: Any) -> Any:
                 require_no_transform()
                 function = region.__wrapped__
@@ -257,7 +254,7 @@ def _recorded(
                 if not any(trees.wants_gradients((given, captured))):
                     return function(*args, **kwargs)
                 note(region, *given)
-                return recorder.call(next(places), function, (args, kwargs), captured)
+                return recorder.call(function, args, kwargs, captured)
 
             with standing_in(stand_in):
                 return called_with(whole, instead, args, kwargs)

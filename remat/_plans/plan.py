@@ -17,8 +17,8 @@ from remat._partition import budgets
 from remat._partition.decide import fingerprint
 from remat._partition.peak import Peaks
 from remat._plans.json_parts import (
-    from_problem,
-    from_storage,
+    as_plain,
+    fields_of,
     name_of,
     to_problem,
     to_storage,
@@ -216,13 +216,8 @@ class Plan:
             PolicyError: a storage cannot be written as text: it has a mesh or a key, or
                 is not a class of this package.
         """
-        rows = [
-            {**_fields(row), "storage": from_storage(row.storage)} for row in self.rows
-        ]
-        problem = from_problem(self.problem)
-        peaks = dataclasses.asdict(self.peaks)
-        text = {**_fields(self), "problem": problem, "rows": rows, "peaks": peaks}
-        return json.dumps({"version": _VERSION, **text})
+        text = {"version": _VERSION, **fields_of(self)}
+        return json.dumps(text, default=as_plain)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -243,16 +238,15 @@ class Plan:
                 f"Its version is {version!r}, and it has {sorted(found)}."
             )
         try:
-            rows = tuple(map(_plan_row_of, found["rows"]))
-            problem = to_problem(found["problem"])
-            peaks = Peaks(**found["peaks"])
+            found["rows"] = tuple(map(_plan_row_of, found["rows"]))
+            found["problem"] = to_problem(found["problem"])
+            found["peaks"] = Peaks(**found["peaks"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             kind = type(error).__name__
             raise _not_a_plan(
                 f"A part of it cannot be read: {kind}: {error}."
             ) from error
-        parts: dict[str, Any] = {"rows": rows, "problem": problem, "peaks": peaks}
-        return cls(**{**found, **parts})
+        return cls(**found)
 
     def __str__(self) -> str:
         """A table: one line for all values that are alike, and the totals."""
@@ -295,14 +289,9 @@ def _not_a_plan(why: str) -> ValueError:
     )
 
 
-def _fields(value: Plan | PlanRow) -> dict[str, Any]:
-    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-
-
 def _plan_row_of(text: dict[str, Any]) -> PlanRow:
-    storage = to_storage(text["storage"])
-    fields: dict[str, Any] = {**text, "shape": tuple(text["shape"]), "storage": storage}
-    return PlanRow(**fields)
+    storage: Any = to_storage(text["storage"])
+    return PlanRow(**{**text, "shape": tuple(text["shape"]), "storage": storage})
 
 
 def plan(

@@ -12,6 +12,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, final
@@ -24,6 +25,7 @@ from remat._graph.meta import TensorMeta
 from remat._graph.values import Ref, Value
 from remat._partition.costs import Workspace, workspace_of
 from remat._torch import autograd, fakes, isolation, levels, modes, trees
+from remat._torch.attributes import attributes_as
 from remat._torch.tensors import memory_of
 from remat._user_lines import line_of
 from remat.policies._sizes import parse_size
@@ -136,6 +138,7 @@ class Recorder:
         self.stretches: list[Stretch] = []
         self.live = _LiveBytes(workspace)
         self._parameters = parameters
+        self._places = itertools.count()
         self._last = -1
         self._before = self._gradients = 0
         self._waiting: set[int] = set()
@@ -184,18 +187,19 @@ class Recorder:
 
     def call(
         self,
-        region: int,
         function: Callable[..., Any],
-        call: tuple[tuple[Any, ...], dict[str, Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         captured: Iterable[Tensor],
     ) -> Any:
         """What a region gives, and what its gradients are, without computing either."""
-        operands = [*trees.tensor_leaves(call), *captured]
+        region, operands = next(self._places), trees.tensor_leaves((args, kwargs))
+        operands += captured
         if not torch.is_grad_enabled() or not any(p.requires_grad for p in operands):
-            return function(*call[0], **call[1])
+            return function(*args, **kwargs)
         self.end("forward", region)
-        with self._paused(), torch.no_grad():
-            leaves, spec = trees.flatten(function(*call[0], **call[1]))
+        with attributes_as(self.live, is_paused=True), torch.no_grad():
+            leaves, spec = trees.flatten(function(*args, **kwargs))
         places = [k for k, each in enumerate(leaves) if isinstance(each, Tensor)]
         stand_in: Callable[..., tuple[Tensor, ...]] = _StandIn.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         made = stand_in(self, region, [leaves[k] for k in places], *operands)
@@ -211,14 +215,6 @@ class Recorder:
         if not autograd.keeps_graph():
             self._waiting.discard(region)
         self.begin()
-
-    @contextlib.contextmanager
-    def _paused(self) -> Generator[None]:
-        self.live.is_paused = True
-        try:
-            yield
-        finally:
-            self.live.is_paused = False
 
 
 class _StandIn(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from remat._api import remat
-from remat._errors import refusal
+from remat._errors import refusal, require_choice
 from remat._switches.blocks import is_inert
 from remat._torch import autocast, autograd, fakes, guards, levels
 from remat._tracing.thread import is_running
@@ -88,10 +88,8 @@ def tiled_cross_entropy(
         weight = weight / (labels != ignore_index).sum()
     total = tiled(_TOTAL, "(tile n) d, (tile n), ... -> ", tiles=tiles)
     if not _is_first_order((x, head)):
-        loss = total(rows, labels, head, weight, *options)
-        return (
-            loss + 0 * weight
-        )  # not a number where no target is used, as torch's mean
+        # Not a number where no target is used, as torch's mean.
+        return total(rows, labels, head, weight, *options) + 0 * weight
     size = total.length_of_tile(rows, labels, head, weight, *options)
     given = total, size, options, rows, labels, head, weight
     return cast("Tensor", _LossWithGradients.apply(*given))
@@ -263,13 +261,8 @@ def _require_options(options: _LossOptions, reduction: object) -> None:
             why="It is the limit of the logits' size.",
             do="Pass a positive number, or None.",
         )
-    if reduction not in ("mean", "sum", "none"):
-        raise refuse(
-            where.format("reduction"),
-            reduction,
-            why="The losses of the tokens are averaged, added, or returned.",
-            do='Pass "mean", "sum" or "none".',
-        )
+    reductions = ("mean", "sum", "none")
+    require_choice("reduction", reduction, reductions, of="tiled_cross_entropy")
 
 
 def _require_tensors(x: object, head: object, targets: object) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from remat._api import remat
 from remat._calls.decorated import is_of_module
 from remat._calls.options import PolicyLike
-from remat._errors import BudgetError, explain, refusal
+from remat._errors import BudgetError, explain, refusal, require_choice
 from remat._partition.peak import peaks_of
 from remat._switches.blocks import is_disabled, note_tiled
 from remat._torch import dynamo, trees
@@ -129,23 +129,17 @@ def tiled(
 
 
 def _require_options(tiles: object, reduce: object) -> None:
-    if isinstance(tiles, str):
-        if parse_size(tiles, "tiled(tiles=...)") == 0:
-            raise refuse(
-                "tiled(tiles=...)",
-                tiles,
-                why="The values of no tile fit it.",
-                do="Pass the bytes that the values of one tile may take.",
-            )
-    else:
-        require_count("tiled(tiles=...)", cast("int", tiles), at_least=1)
-    if reduce not in ("sum", "mean"):
+    where = "tiled(tiles=...)"
+    if not isinstance(tiles, str):
+        require_count(where, cast("int", tiles), at_least=1)
+    elif parse_size(tiles, where) == 0:
         raise refuse(
-            "tiled(reduce=...)",
-            reduce,
-            why="The results of tiles can be added, or averaged by their sizes.",
-            do='Pass "sum" or "mean".',
+            where,
+            tiles,
+            why="The values of no tile fit it.",
+            do="Pass the bytes that the values of one tile may take.",
         )
+    require_choice("reduce", reduce, ("sum", "mean"), of="tiled")
 
 
 @final

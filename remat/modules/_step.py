@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -61,13 +60,10 @@ class Step:
             leaves = [each for each in parameters.values() if each.requires_grad]
 
             def run(recorder: Recorder) -> Tensor:
-                places = itertools.count()
-
                 def stand_in(
                     module: Any, forward: Any, /, *args: Any, **kwargs: Any
                 ) -> Any:
-                    call, captured = (args, kwargs), module.parameters()
-                    return recorder.call(next(places), forward, call, captured)
+                    return recorder.call(forward, args, kwargs, module.parameters())
 
                 with called_instead({each.module for each in blocks}, stand_in):
                     found = called_with(model, parameters | buffers, args, kwargs)

@@ -390,7 +390,7 @@ def changes_buffers() -> nn.Module:
         (lambda: tiled(mlp, ALIKE, tiles=0), ValueError, "at least 1"),
         (lambda: tiled(mlp, ALIKE, tiles="0B"), ValueError, "The values of no tile"),
         (lambda: tiled(mlp, ALIKE, tiles="many"), ValueError, "cannot be read"),
-        (lambda: tiled(mlp, ALIKE, tiles=2, reduce=cast("Any", "max")), ValueError, '"sum" or "mean"'),
+        (lambda: tiled(mlp, ALIKE, tiles=2, reduce=cast("Any", "max")), ValueError, "It can be 'sum', 'mean'"),
         (lambda: tiled(mlp, "b (tile s) d -> b (tile s) d", tiles=2)(X, W, V),
          TileError, "got 3 positional arguments for 1 patterns"),
         (lambda: tiled(mlp, "(tile s) d, ... -> (tile s) d", tiles=2)(X, W, V),

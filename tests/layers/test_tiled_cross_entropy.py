@@ -351,7 +351,7 @@ def test_torchs_own_chunks_run_in_a_region_under_torch_func():
         ({"targets": TARGETS[0]}, r"targets of \[7\]"),
         ({"softcap": -1.0}, "limit of the logits"),
         ({"label_smoothing": 2.0}, r"a number in \[0, 1\]"),
-        ({"reduction": "max"}, '"mean", "sum" or "none"'),
+        ({"reduction": "max"}, "It can be 'mean', 'sum', 'none'"),
         ({"tiles": 0}, "at least 1"),
     ],
 )
