@@ -314,7 +314,15 @@ def _outside() -> Generator[None]:
 def _require_given(tensors: Iterable[Tensor]) -> None:
     for each in tensors:
         if each.requires_grad and not fakes.is_fake(each):
-            raise _not_given(each)
+            raise refusal(
+                CapturedTensorError,
+                where=f"fit(step), at {user_line()}",
+                what=f"reads a tensor {TensorMeta.of(each)} that requires grad and is no "
+                "argument.",
+                why="What lives in a step is counted of its arguments: this tensor and its "
+                "gradient would be left out.",
+                do="Pass it in the first argument, or the module that it is a parameter of.",
+            )
 
 
 def _detached(tensor: Tensor) -> Tensor:
@@ -323,17 +331,6 @@ def _detached(tensor: Tensor) -> Tensor:
 
 def _name(region: _Region) -> str:
     return str(getattr(region, "__qualname__", repr(region)))
-
-
-def _not_given(tensor: Tensor) -> CapturedTensorError:
-    return refusal(
-        CapturedTensorError,
-        where=f"fit(step), at {user_line()}",
-        what=f"reads a tensor {TensorMeta.of(tensor)} that requires grad and is no argument.",
-        why="What lives in a step is counted of its arguments: this tensor and its gradient "
-        "would be left out.",
-        do="Pass it in the first argument, or the module that it is a parameter of.",
-    )
 
 
 def _without_regions() -> ValueError:

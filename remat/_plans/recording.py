@@ -151,34 +151,19 @@ class Recorder:
 
     def end(self, half: str = "", region: int | None = None) -> None:
         """Ends what runs around regions; what follows is a region's half, or the end."""
-        returned = [
+        returned = {
             each
             for each in self._waiting
             if any(key() is not None for key in self._outputs[each])
-        ]
-        around = Stretch(
-            "",
-            self._last,
-            self._before,
-            self.live.peak,
-            self._gradients,
-            frozenset(self._waiting),
-            frozenset(returned),
-        )
-        self.stretches.append(around)
+        }
+        regions = frozenset(self._waiting), frozenset(returned)
+        sizes = self._before, self.live.peak, self._gradients
+        self.stretches.append(Stretch("", self._last, *sizes, *regions))
         if region is not None:
-            now, self._last = self.live.now, region
-            self.stretches.append(
-                dataclasses.replace(
-                    around,
-                    half=half,
-                    region=region,
-                    before=now,
-                    peak=now,
-                    gradients=self.gradients,
-                    is_retained=half == "backward" and autograd.keeps_graph(),
-                )
-            )
+            self._last, now = region, self.live.now
+            is_retained = half == "backward" and autograd.keeps_graph()
+            parts = now, now, self.gradients, *regions, is_retained
+            self.stretches.append(Stretch(half, region, *parts))
 
     def begin(self) -> None:
         """Begins what runs around regions."""
@@ -225,7 +210,11 @@ class _StandIn(torch.autograd.Function):
         ctx.recorder, ctx.region, like, *operands = args
         ctx.save_for_backward(*operands)
         outputs = tuple(map(_empty_like, like))
-        fixed = [each for each in outputs if not _has_gradient(each)]
+        fixed = [
+            each
+            for each in outputs
+            if not (each.is_floating_point() or each.is_complex())
+        ]
         ctx.mark_non_differentiable(*fixed)
         ctx.set_materialize_grads(False)
         return outputs
@@ -249,10 +238,6 @@ def _empty_like(like: Tensor) -> Tensor:
     )
 
 
-def _has_gradient(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(memory_of(tensors).values())
 
@@ -273,13 +258,9 @@ def record(
 ) -> Recording:
     """Runs a step on fake tensors, and its optimizer after it.
 
-    Args:
-        run: the forward, which returns the loss and calls `Recorder.call` for regions.
-        leaves: what is differentiated, of the parameters.
-        parameters: all of them.
-        others: a pytree of what else lives all the time.
-        optimizer: as `optimizer_on` gives it.
-        costs: with "measured", what kernels hold inside is measured, too.
+    The forward calls `Recorder.call` for regions, and returns the loss, which is differentiated
+    by the leaves alone. `others` is a pytree of what else lives all the time. With "measured"
+    costs, what kernels hold inside is measured, too.
     """
     recorder = Recorder(leaves, workspace_of(costs))
     with recorder.live:
@@ -287,7 +268,14 @@ def record(
         # Of these alone: a tensor of the user's that the loss captures stays as it is.
         loss = run(recorder)
         if not loss.requires_grad:
-            raise _without_gradient()
+            raise refusal(
+                TraceError,
+                where="fit, or modules.plan(step=...)",
+                what="the loss of the step has no gradient.",
+                why="It depends on no parameter, or on gradients of regions that the step "
+                "takes itself.",
+                do=_BY_HAND,
+            )
         torch.autograd.backward(loss, inputs=leaves)  # pyright: ignore[reportUnknownMemberType]
         del loss
         recorder.end()
@@ -308,10 +296,7 @@ def optimizer_on(
 ) -> _Optimizer:
     """A function from fake parameters to an optimizer of them, or what its state takes.
 
-    Args:
-        optimizer: what a user gave.
-        fakes_of: by the identity of each parameter what stands for it.
-        where: what messages call it.
+    `fakes_of` has what stands for each parameter, by its identity.
     """
     if hasattr(optimizer, "param_groups"):
         return lambda _: _on_fakes(optimizer, fakes_of)
@@ -349,23 +334,19 @@ def _optimizer_bytes(
     try:
         with fakes.updated_as_real():
             made.step()
-            state = live.now - before
-            first, again = live.peak - live.now, live.now
-            live.peak = live.now
+            state, first = live.now - before, live.peak - live.now
+            again = live.peak = live.now
             made.step()
     except (AttributeError, RuntimeError, TypeError) as error:
-        raise _unknown_step(made, error) from error
+        raise refusal(
+            TraceError,
+            where=f"the step of {type(made).__name__}, in fit or modules.plan",
+            what="does not run on tensors without data.",
+            why=f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".") + ".",
+            do="State what its state takes: optimizer=2.0 for twice the parameters, or a "
+            "size.",
+        ) from error
     return state, max(first, live.peak - again)
-
-
-def _unknown_step(optimizer: Any, error: Exception) -> TraceError:
-    return refusal(
-        TraceError,
-        where=f"the step of {type(optimizer).__name__}, in fit or modules.plan",
-        what="does not run on tensors without data.",
-        why=f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".") + ".",
-        do="State what its state takes: optimizer=2.0 for twice the parameters, or a size.",
-    )
 
 
 _BY_HAND = (
@@ -386,15 +367,18 @@ def without_data(tree: Any, where: str) -> Generator[Any]:
     except RuntimeError as error:
         if not fakes.lacking(error):
             raise
-        raise _needs_numbers(where, error) from error
+        line, first = line_of(error), str(error).partition("\n")[0].rstrip(".")
+        raise refusal(
+            TraceError,
+            where=f"{where}, at {line}" if line else where,
+            what=f"needs the numbers of a tensor around its regions ({first}).",
+            why="A step is planned on tensors without data.",
+            do="Compute what decides by numbers before the step, or plan without the step.",
+        ) from error
 
 
 def require_no_transform() -> None:
-    """Refuses a region under a transform of torch.func, where no stand-in can stand.
-
-    Raises:
-        TraceError: one is active.
-    """
+    """Refuses a region under a transform of torch.func, where no stand-in can stand."""
     if levels.current_interpreter() is not None:
         raise refusal(
             TraceError,
@@ -404,24 +388,3 @@ def require_no_transform() -> None:
             do="Pass the function that gives the loss, without torch.func.grad around it. "
             + _BY_HAND,
         )
-
-
-def _without_gradient() -> TraceError:
-    return refusal(
-        TraceError,
-        where="fit, or modules.plan(step=...)",
-        what="the loss of the step has no gradient.",
-        why="It depends on no parameter, or on gradients of regions that the step takes itself.",
-        do=_BY_HAND,
-    )
-
-
-def _needs_numbers(where: str, error: Exception) -> TraceError:
-    line, first = line_of(error), str(error).partition("\n")[0].rstrip(".")
-    return refusal(
-        TraceError,
-        where=f"{where}, at {line}" if line else where,
-        what=f"needs the numbers of a tensor around its regions ({first}).",
-        why="A step is planned on tensors without data.",
-        do="Compute what decides by numbers before the step, or plan without the step.",
-    )
