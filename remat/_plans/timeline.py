@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import final
 
 from remat._errors import BudgetError, refusal
@@ -79,44 +79,38 @@ class Timeline:
 
     def __str__(self) -> str:
         """The highest moment of each phase, with its parts."""
-        highest: dict[str, Moment] = {}
+        phases: dict[str, list[Moment]] = {}
         for each in self.moments:
-            known = highest.get(each.phase)
-            if known is None or each.size_bytes > known.size_bytes:
-                highest[each.phase] = each
-        return "\n".join(map(str, highest.values()))
+            phases.setdefault(each.phase, []).append(each)
+        return "\n".join(str(Timeline(tuple(each)).peak) for each in phases.values())
 
     def advice(self) -> str:
         """Which single change would lower the peak most, and by how much."""
         left = {
-            what: max(each.size_bytes - _part(each, part) for each in self.moments)
-            for what, part in _CHANGES.items()
+            what: max(each.size_bytes - _part(each, change) for each in self.moments)
+            for what, change in _CHANGES.items()
         }
         best = min(left, key=lambda each: left[each])
         spared = self.peak.size_bytes - left[best]
         return f"{best} (without it the peak is {show_size(spared)} lower)"
 
 
-#: What a user can change, and the part of which phases it lowers; "" stands for all phases.
-_CHANGES: dict[str, tuple[str, str]] = {
-    "a smaller optimizer state (another optimizer, lower precision, or sharded)": (
-        *("state", ""),
-    ),
-    "tiles for the loss (layers.tiled_cross_entropy)": ("working", "loss"),
+#: What a user can change: the part that it lowers, and in which phases; without one, in all.
+_CHANGES = {
+    "a smaller optimizer state (another optimizer, lower precision, or sharded)": "state",
+    "tiles for the loss (layers.tiled_cross_entropy)": "working loss",
     "tiles or smaller regions, which make less at once (layers.tiled)": (
-        *("working", "forward backward"),
+        "working forward backward"
     ),
-    "fewer held inputs (regions of several layers, saved_inputs=storage.Offload())": (
-        *("held", ""),
-    ),
-    "gradients that are smaller or sharded": ("gradients", ""),
-    "parameters that are smaller or sharded": ("parameters", ""),
+    "fewer held inputs (regions of several layers, saved_inputs=storage.Offload())": "held",
+    "gradients that are smaller or sharded": "gradients",
+    "parameters that are smaller or sharded": "parameters",
 }
 
 
-def _part(moment: Moment, change: tuple[str, str]) -> int:
-    part, phases = change
-    is_there = not phases or moment.phase in phases.split()
+def _part(moment: Moment, change: str) -> int:
+    part, *phases = change.split()
+    is_there = not phases or moment.phase in phases
     return int(getattr(moment, part)) if is_there else 0
 
 
@@ -175,16 +169,13 @@ def _live(stretch: Stretch, plans: Sequence[Plan]) -> tuple[int, int, int]:
     return stretch.gradients, held, working
 
 
-def _phases(stretches: Sequence[Stretch]) -> Iterator[str]:
+def _phases(stretches: Sequence[Stretch]) -> list[str]:
     halves = [each.half for each in stretches]
-    count = len(halves)
-    last = max((k for k in range(count) if halves[k] == "forward"), default=-1)
-    first = min((k for k in range(count) if halves[k] == "backward"), default=count)
-    for place in range(count):
-        if place >= first:
-            yield "backward"
-        else:
-            yield "loss" if place > last else "forward"
+    forwards = [place + 1 for place, half in enumerate(halves) if half == "forward"]
+    before_backward = [*halves, "backward"].index("backward")
+    forward = min(max(forwards, default=0), before_backward)
+    loss, backward = before_backward - forward, len(halves) - before_backward
+    return ["forward"] * forward + ["loss"] * loss + ["backward"] * backward
 
 
 def _where(stretch: Stretch, phase: str, names: Sequence[str]) -> str:
