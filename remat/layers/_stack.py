@@ -94,15 +94,21 @@ class Stack:
         Each link is mapped, not the stack: gradients of captured tensors are summed
         within the backward of each stage, as in plain reverse mode over vmap.
         """
-        enter = self._entering(batch)
-        count, captured_dims = self.num_entered, batch.dims[self.num_entered :]
+        enter, count = self._entering(batch), self.num_entered
         with on_fakes(batch.metas) as fakes:
             scanned = without_none(enter(fakes[:count]))[self.num_state :]
             parts = [TensorMeta.of(each.unbind(0)[0]) for each in scanned]
-        links = {
-            id(link): _map_link(link, batch, parts, captured_dims, batch.metas[count:])
-            for link in self.links
-        }
+
+        def mapped_link(link: Link) -> Link:
+            entering = [_with_batch(meta, batch.size) for meta in link.state] + parts
+            captured = [count + place for place in link.captured]
+            dims = (*[0] * len(entering), *(batch.dims[k] for k in captured))
+            metas = (*entering, *(batch.metas[k] for k in captured))
+            own = batch._replace(dims=dims, metas=metas)
+            region = link.region.mapped_whole(link.roots, own)
+            return dataclasses.replace(link, region=region)
+
+        links = {id(link): mapped_link(link) for link in self.links}
         return dataclasses.replace(
             self,
             links=[links[id(link)] for link in self.links],
@@ -137,26 +143,6 @@ def stacked_rows(rows: Sequence[Sequence[Tensor]], is_reversed: bool) -> list[Te
     """The other results of the stages, one row each, in the order of the slices."""
     order = reversed(rows) if is_reversed else rows
     return [torch.stack(column) for column in zip(*order, strict=True)]
-
-
-def _map_link(
-    link: Link,
-    batch: Batch,
-    parts: Sequence[TensorMeta],
-    captured_dims: Sequence[int | None],
-    captured: Sequence[TensorMeta],
-) -> Link:
-    metas = (
-        *(_with_batch(meta, batch.size) for meta in link.state),
-        *parts,
-        *(captured[place] for place in link.captured),
-    )
-    stacked = [0] * (len(link.state) + len(parts))
-    dims = (*stacked, *(captured_dims[place] for place in link.captured))
-    region = link.region.mapped_whole(
-        link.roots, batch._replace(dims=dims, metas=metas)
-    )
-    return dataclasses.replace(link, region=region)
 
 
 def _with_batch(meta: TensorMeta, size: int) -> TensorMeta:
