@@ -290,8 +290,9 @@ def _not_a_plan(why: str) -> ValueError:
 
 
 def _plan_row_of(text: dict[str, Any]) -> PlanRow:
-    storage: Any = to_storage(text["storage"])
-    return PlanRow(**{**text, "shape": tuple(text["shape"]), "storage": storage})
+    shape, storage = tuple(text["shape"]), to_storage(text["storage"])
+    fields: dict[str, Any] = {**text, "shape": shape, "storage": storage}
+    return PlanRow(**fields)
 
 
 def plan(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias, final
@@ -405,10 +406,6 @@ def _in_batches(step: AxisStep, **behind: int) -> None:
         raise MixesError("it works along the axis.")
 
 
-def _distances(step: AxisStep) -> None:
-    _in_batches(step, x1=2, x2=2)
-
-
 def _solve(step: AxisStep) -> None:
     """Of matrices A and B, or of a vector B for each A."""
     left, right = step.by_name["A"], step.by_name["B"]
@@ -525,7 +522,7 @@ _RULES: dict[str, Rule] = {
         ("cat gather scatter scatter_reduce slice_scatter linalg_cross", _besides_dim),
         ("index_add scatter_add", _add_by_index),
         ("_linalg_solve_ex", _solve),
-        ("_cdist_forward", _distances),
+        ("_cdist_forward", functools.partial(_in_batches, x1=2, x2=2)),
         ("_trilinear", _trilinear),
         ("rrelu_with_noise rrelu_with_noise_functional", _rrelu),
         ("index index_select embedding", _index_by_tensors),

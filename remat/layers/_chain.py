@@ -149,8 +149,8 @@ class _ChainStage:
 
     @functools.cached_property
     def region(self) -> AnyStage:
-        is_region = isinstance(self._f, (DecoratedFunction, RematModule))
-        return cast("AnyStage", self._f) if is_region else self._region_of(self._f)
+        f = self._f
+        return cast("AnyStage", f) if _unrolled.is_region(f) else self._region_of(f)
 
     @functools.cached_property
     def on_copies(self) -> AnyStage:
@@ -171,7 +171,7 @@ class _ChainStage:
             try:
                 return run(self.region, state)
             except MutationError:
-                if isinstance(f, (DecoratedFunction, RematModule)):
+                if _unrolled.is_region(f):
                     raise
         returned = run(self.on_copies, state)
         with contextlib.suppress(TypeError):  # f has no weak references

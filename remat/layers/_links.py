@@ -145,16 +145,10 @@ class Link:
         """The metadata of the state that it takes."""
         return self.region.operands[: self.num_state]
 
-    @functools.cached_property
-    def _strides(self) -> list[tuple[int, ...]]:
-        return [meta.stride for meta in self.state]
-
-    def laid(self, state: list[Tensor]) -> list[Tensor]:
+    def laid(self, state: Sequence[Tensor]) -> list[Tensor]:
         """A state laid out as the stage was traced for."""
-        strides = self._strides
-        if [tensor.stride() for tensor in state] == strides:
-            return state
-        return [relaid(*each) for each in zip(state, strides, strict=True)]
+        pairs = zip(state, self.state, strict=True)
+        return [relaid(each, meta.stride) for each, meta in pairs]
 
     def pull(
         self,

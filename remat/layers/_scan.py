@@ -134,13 +134,19 @@ class _Scan(NamedTuple):
     xs_tree: trees.Frame
     length: int
     is_reversed: bool
-    #: The Python numbers that leaves of the first carry were, by their places.
+    #: The Python numbers that leaves of the first carry were, by their places; a bool has a
+    #: dtype of its own.
     numbers: dict[int, complex]
 
     @classmethod
     def of(cls, f: Any, init: Any, xs: Any, length: int | None, reverse: bool) -> _Scan:
         carry, carry_tree = trees.Frame.of(_as_tensors(init, "init"))
-        given = [leaf for leaf in trees.flatten(init)[0] if leaf is not None]
+        given = enumerate(leaf for leaf in trees.flatten(init)[0] if leaf is not None)
+        numbers: dict[int, complex] = {
+            place: leaf
+            for place, leaf in given
+            if isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
+        }
         lengths = set[int]() if length is None else {operator.index(length)}
         if isinstance(xs, Iterator):
             items = list(cast("Iterator[Any]", xs))
@@ -155,7 +161,7 @@ class _Scan(NamedTuple):
             xs_tree,
             _length_of(scanned, xs, lengths),
             reverse,
-            {place: leaf for place, leaf in enumerate(given) if _is_number(leaf)},
+            numbers,
         )
 
     def run(self, f: Any, policy: PolicyLike, schedule: AbstractSchedule | None) -> Any:
@@ -296,15 +302,14 @@ def _next_carry(old: Any, new: Any) -> Any:
         leaves = _tensors_like(tree, new, "the carry that f returned")
     except ValueError as error:
         raise _carry_changed(f"has a different structure ({error})") from error
-    names = [".".join(path) or "carry" for path, _ in trees.leaves_with_path(old)]
-    kept = [name for name, each in zip(names, tree.is_tensor, strict=True) if each]
+    paths = [path for path, leaf in trees.leaves_with_path(old) if leaf is not None]
     for place, (one, other) in enumerate(zip(tensors, leaves, strict=True)):
         if _unrolled.carried(one) == _unrolled.carried(other):
             continue
         before, after = TensorMeta.of(one), TensorMeta.of(other)
         error = _carry_changed(
-            f"has the leaf `{kept[place]}` as {after} on {other.device}, and before as "
-            f"{before} on {one.device}"
+            f"has the leaf `{'.'.join(paths[place]) or 'carry'}` as {after} on "
+            f"{other.device}, and before as {before} on {one.device}"
         )
         if one.dtype == other.dtype:
             raise error
@@ -320,11 +325,6 @@ class _CarryDtypeChanged(CarryError):
         super().__init__(text)
         self.place = place
         self.dtype = dtype
-
-
-def _is_number(leaf: Any) -> bool:
-    """Whether a leaf of a carry is a number that takes on dtypes; a bool has its own."""
-    return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
 
 
 def _carry_changed(how: str) -> CarryError:

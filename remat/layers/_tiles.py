@@ -105,22 +105,18 @@ class Pattern:
 
     def of_results(self, result: Any) -> list[Part]:
         """For each tensor that was returned its part."""
-        if len(self.results) == 1:
-            return [self.results[0]] * len(trees.tensor_leaves(result))
-        if not isinstance(result, (tuple, list)) or len(result) != len(self.results):  # pyright: ignore[reportUnknownArgumentType]
-            kind = type(result).__name__  # pyright: ignore[reportUnknownArgumentType]
+        items: Any = [result] if len(self.results) == 1 else result
+        if not isinstance(items, (tuple, list)) or len(items) != len(self.results):  # pyright: ignore[reportUnknownArgumentType]
             raise refusal(
                 TileError,
                 where=f'tiled("{self.text}")',
-                what=f"the function returned a {kind} that does not have "
+                what=f"the function returned a {type(result).__name__} that does not have "
                 f"{len(self.results)} parts.",
                 why="Several patterns stand for the items of a tuple.",
                 do="Return one item for each pattern, or write one pattern for all.",
             )
-        parts: list[Part] = []
-        for part, item in zip(self.results, cast("Sequence[Any]", result), strict=True):
-            parts += [part] * len(trees.tensor_leaves(item))
-        return parts
+        pairs = zip(self.results, cast("Sequence[Any]", items), strict=True)
+        return [part for part, item in pairs for _ in trees.tensor_leaves(item)]
 
 
 def _bad_pattern(text: object, why: str) -> TileError:

@@ -44,8 +44,7 @@ def scan(
         dynamo.end_graph(_OTHERWISE)
     carry: Any = init
     rows: list[Any] = []
-    for step in range(count):
-        place = count - 1 - step if reverse else step
+    for place in reversed(range(count)) if reverse else range(count):
         parts = [leaf[place] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         x = trees.unflatten(parts, tree)
         new, y = call(f, carry, x)
