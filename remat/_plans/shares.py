@@ -216,12 +216,9 @@ class Shares:
         return self._plans([next(sizes[kind]) for kind in self._kinds])
 
     def within(self, limit: int, loads: Loads, most: float | None = None) -> Search:
-        """The plans that recompute least while the peak is within a limit.
+        """The plans that recompute least while the peak of these loads is within a limit.
 
-        Args:
-            limit: the most bytes that may live at one moment.
-            loads: what lives at each.
-            most: the most bytes that may be saved in all.
+        `most` is how many bytes may be saved in all.
         """
         points = [
             (unit, size, point)

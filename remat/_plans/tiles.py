@@ -51,10 +51,8 @@ def with_tiles(
 
     The tiles of a function, or else those of all, are doubled while that lowers a peak that is
     above the limit, or lets clearly less be recomputed within it. A size in bytes stays:
-    whoever gave it has said what a tile may take.
-
-    Args:
-        attempt: plans the step, roughly if told so. It calls the same functions each time.
+    whoever gave it has said what a tile may take. An attempt plans the step, roughly if told so,
+    and calls the same functions each time.
     """
     with noting_tiled() as noted:
         best = attempt(False)

@@ -49,14 +49,8 @@ class MultipleChoice:
     ) -> Any | None:
         """How often each point is taken, so that costs are least and each sum within its limit.
 
-        Args:
-            limits: of each sum.
-            soft: from which sum on limits may be exceeded; then the largest excess is least,
-                and not the costs.
-            nodes: how often HiGHS may branch.
-
-        Returns:
-            A number for each point; None where nothing is within the limits.
+        From the sum `soft` on limits may be exceeded; then the largest excess is least, and not
+        the costs. `nodes` is how often HiGHS may branch. None where nothing is within the limits.
         """
         allowed = np.array(limits, dtype=float)
         # The unit in which HiGHS is told each sum.
