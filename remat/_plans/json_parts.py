@@ -22,10 +22,10 @@ def as_plain(part: Any) -> Any:
     """
     if isinstance(part, (Step, Option)):
         return dataclasses.astuple(part)
-    return {
-        name: _from_storage(each) if isinstance(each, AbstractStorage) else each
-        for name, each in fields_of(part).items()
-    }
+    fields = fields_of(part)
+    if "storage" in fields:
+        fields["storage"] = _from_storage(fields["storage"])
+    return fields
 
 
 def fields_of(part: Any) -> dict[str, Any]:
@@ -33,7 +33,9 @@ def fields_of(part: Any) -> dict[str, Any]:
     return {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
 
 
-def _from_storage(storage: AbstractStorage) -> Any:
+def _from_storage(storage: AbstractStorage | None) -> Any:
+    if storage is None:
+        return None
     links = links_of(storage)
     if links != (storage,):
         return [*map(_from_storage, links)]
