@@ -33,6 +33,7 @@ from remat._errors import (
     StaticArgumentError,
     refusal,
 )
+from remat._graph.meta import TensorMeta
 from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Call
 from remat._regions.rules import bind
@@ -59,6 +60,7 @@ from remat._tracing.arguments import Given, own_set
 from remat._tracing.refusals import (
     mutates,
     out_keeps_its_shape,
+    out_of_reach,
     require_tellable,
     uninitialized,
 )
@@ -398,9 +400,16 @@ class _Substituted(TorchFunctionMode):
 
     def operand_for(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor, itself if nothing does; it counts as used."""
+        known = self._stand_ins.get(id(tensor))
         if self._state.before is None:
             self._state.used.add(id(tensor))
-        return self._stand_ins.get(id(tensor), tensor)
+            # Autograd's graph of the run, which is searched later, does not show these levels.
+            if known is None and levels.is_wanted_around(tensor):
+                raise out_of_reach(
+                    f"a tensor {TensorMeta.of(tensor)} of a torch.func transform",
+                    "Its gradient would be lost.",
+                )
+        return tensor if known is None else known
 
 
 def _written_tensors(

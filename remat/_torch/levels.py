@@ -195,6 +195,19 @@ def requires_grad_anywhere(tensor: Tensor) -> bool:
         return requires_grad_anywhere(functorch.get_unwrapped(tensor))
 
 
+def is_wanted_around(tensor: Tensor) -> bool:
+    """Whether a level of reverse mode that has been left, around a region, wants a gradient."""
+    top: Any = functorch.peek_interpreter_stack()
+    running = 0 if top is None else top.level()
+    # A wrapper that has ended, as `torch.func.vjp` keeps, may hold one that has not.
+    with without_torch_function():
+        while is_wrapped(tensor):
+            if level_of(tensor) > running and tensor.requires_grad:
+                return True
+            tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
 def is_differentiated_below(tensors: Sequence[Tensor]) -> bool:
     """Whether a level from this one down may differentiate what is computed of tensors."""
     return any(map(requires_grad_anywhere, tensors)) or is_pushed_below()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import grad
+from torch.func import grad, vjp
 
 from remat import CapturedTensorError, remat
 from remat._regions.protocol import Call
@@ -172,6 +172,23 @@ def test_a_tensor_left_out_of_reach_loses_no_gradient() -> None:
         (y.sum() + left.sum()).backward()
     # Its numbers may be read.
     assert_close(left, branches(x).exp())
+
+
+@pytest.mark.parametrize("hidden", ["in an iterator", "in a graph"])
+def test_a_hidden_tensor_of_a_transform_around_loses_no_gradient(hidden: str) -> None:
+    """The graph of a run does not show a gradient that a level around the region wants."""
+
+    def around(x: Tensor) -> Tensor:
+        pull: Any = vjp(torch.sin, x)[1]
+        values = iter([x.cos()])
+
+        def function(y: Tensor) -> Tensor:
+            return pull(y)[0] if hidden == "in a graph" else next(values) * y
+
+        return grad(remat(function, engine="rerun"))(torch.ones_like(x))
+
+    with pytest.raises(CapturedTensorError, match=r"of a torch.func transform.*lost"):
+        grad(around)(seeded())
 
 
 def test_what_a_stack_derives_from_is_checked_for_other_tensors() -> None:

@@ -416,3 +416,16 @@ def test_each_run_makes_tensors_on_the_default_device_of_the_first() -> None:
         y.sum().backward()
 
     assert x.grad is not None
+
+
+def test_what_has_no_numbers_is_not_compared() -> None:
+    """A buffer or an argument on the meta device may stand by, for its shape."""
+    module = nn.BatchNorm1d(4, affine=False, device="meta")
+    like, x = torch.ones(4, device="meta"), seeded(4).requires_grad_()
+
+    def function(x: Tensor, like: Tensor) -> Tensor:
+        return x.sin() * (like.numel() + module.num_features)
+
+    (found,) = torch.autograd.grad(remat(function, engine="rerun")(x, like).sum(), x)
+    (plain,) = torch.autograd.grad(function(x, like).sum(), x)
+    assert_bitwise(found, plain)
