@@ -100,21 +100,23 @@ class Model:
 
     def _peaks(self, choice: tuple[int | None, ...]) -> Peaks:
         outcome = self.problem.outcome(choice)
-        storages = [save.storage for save in self.decisions(choice).values()]
-        # What a storage has changed is brought back before the backward begins.
-        restored = [
-            self.analysis.views[item.number].size_bytes
+        taken = [
+            (item, options[option])
             for item, options, option in zip(
                 self.items, self.problem.items, outcome.choice, strict=True
             )
-            if option is not None and options[option].cost
+            if option is not None
         ]
+        # What a storage has changed, and so has a cost.
+        changed = [(item, option.size_bytes) for item, option in taken if option.cost]
+        views = self.analysis.views
         return peaks_of(
             self.analysis.joint,
             self.cut(choice),
-            outcome.saved_bytes + sum(restored),
-            frees=all(each.keeps for each in storages),
-            workspace=self.workspace,
+            outcome.saved_bytes,
+            sum(size for _, size in changed),
+            sum(views[item.number].size_bytes for item, _ in changed),
+            self.workspace,
         )
 
 

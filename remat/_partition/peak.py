@@ -51,16 +51,16 @@ class Peaks:
 def peaks_of(
     joint: Joint,
     found: Cut,
-    waiting_bytes: int,
-    *,
-    frees: bool,
+    held_bytes: int,
+    changed_bytes: int = 0,
+    restored_bytes: int = 0,
     workspace: Workspace = known_workspace,
 ) -> Peaks:
-    """The peaks of a call under `.backward()`.
+    """The peaks of a call under `.backward()`, with `held_bytes` between its two halves.
 
-    `waiting_bytes` are there when the backward begins: what waited, and what of it came back.
-    `frees` says whether the backward lets go of each saved value after its last use, as it
-    does where all wait as they are. `workspace` says what kernels hold inside.
+    Of these, `changed_bytes` wait in another form: before the backward begins all come back,
+    as `restored_bytes`, and then the other form is let go. The backward lets go of each value
+    after its last use. `workspace` says what kernels hold inside.
     """
     forward, _ = forward_graph(joint, found.saved)
     backward = backward_graph(joint, found, found.saved, joint.gradients)
@@ -69,11 +69,12 @@ def peaks_of(
     freed = {
         place: bytes_of(joint.graph, [index])
         for place, index in enumerate(found.saved)
-        if frees and index not in handed_out
+        if index not in handed_out
     }
+    beside = max(0, peak_of_run(unique, freed, workspace) - changed_bytes)
     return Peaks(
         peak_of_run(forward, workspace=workspace),
-        waiting_bytes + peak_of_run(unique, freed, workspace),
+        held_bytes + restored_bytes + beside,
         bytes_of(joint.graph, handed_out.intersection(found.saved)),
         bytes_of(joint.graph, handed_out.difference(found.saved)),
     )

@@ -307,7 +307,7 @@ def _tile_size_within(region: Any, call: Call, limit: int) -> int:
         size = max(-(-call.length // count), 1)
         (args, kwargs), _ = call.stand_in(size)
         stages = region.entry_of(args, kwargs)[0].stages
-        peaks = peaks_of(stages.joint, stages.cut, stages.saved_bytes, frees=True)
+        peaks = peaks_of(stages.joint, stages.cut, stages.saved_bytes)
         found = peaks.of_step
         if found <= limit:
             return size
