@@ -21,9 +21,8 @@ class View:
     #: The view operators in between, as a graph with one input; None if it is the output or
     #: operand itself.
     path: Graph | None = None
-    is_detached: bool = (
-        False  # whether no gradient flows although one flows to the base
-    )
+    #: Whether no gradient flows although one flows to the base.
+    is_detached: bool = False
     #: Whether the function detached it from the base: no tangent flows either.
     is_cut: bool = False
 
