@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from remat._calls.decorated import DecoratedFunction, undecided
 from remat._errors import CapturedTensorError, refusal
+from remat._generators.python_and_numpy import drawing_from, states
 from remat._graph.meta import TensorMeta
 from remat._partition.costs import known_workspace
 from remat._plans.plan import Plan, Planner
@@ -31,6 +32,7 @@ from remat._switches.blocks import standing_in
 from remat._torch import fakes, modes, trees
 from remat._torch.isolation import isolated
 from remat._torch.modules import called_with
+from remat._tracing.side_effects import undone
 from remat._user_lines import user_line, warn
 from remat.policies import AbstractPolicy, Budget, budget
 from remat.policies._budget import Size, as_budget
@@ -188,7 +190,10 @@ def fit(
 
     def fitted(*args: Any, **kwargs: Any) -> Fit:
         assert bound.peak is not None, "fit takes a peak"
-        most, given = PeakLimit(bound.peak), trees.tensor_leaves((args, kwargs))
+        most = PeakLimit(bound.peak)
+        # Parameters first: a batch may wait on another device than that of the step.
+        given = [*_Step(step, (args, kwargs)).parameters()]
+        given += trees.tensor_leaves((args, kwargs))
 
         def attempt(is_rough: bool) -> _Attempt:
             recording, calls, again = _recorded(step, args, kwargs, optimizer, bound)
@@ -253,10 +258,11 @@ def _recorded(
                 _require_given(captured)
                 if not any(trees.wants_gradients((given, captured))):
                     return function(*args, **kwargs)
+                _require_policies(region)
                 note(region, *given)
                 return recorder.call(function, args, kwargs, captured)
 
-            with standing_in(stand_in):
+            with standing_in(stand_in), _undone((step, args, kwargs)):
                 return called_with(whole, instead, args, kwargs)
 
         calls: list[_Call] = []
@@ -269,6 +275,8 @@ def _recorded(
         # In a run of its own: what is kept of the arguments would be counted.
         with _OfArguments():
             run(Recorder(leaves, known_workspace), note_call)
+        if not leaves:
+            raise _without_parameters()
         if not calls:
             raise _without_regions()
         made = optimizer_on(optimizer, instead, "fit(optimizer=...)")
@@ -305,6 +313,13 @@ class _OfArguments(modes.DispatchMode):
 
 
 @contextlib.contextmanager
+def _undone(roots: tuple[Any, ...]) -> Generator[None]:
+    """Undoes what a run changes: the next one starts alike, and no fake is left behind."""
+    with undone(roots), drawing_from(states()):
+        yield
+
+
+@contextlib.contextmanager
 def _outside() -> Generator[None]:
     """Traces a region as outside of the step: regions in it are themselves, nothing counts."""
     with isolated(), standing_in(None):
@@ -325,12 +340,34 @@ def _require_given(tensors: Iterable[Tensor]) -> None:
             )
 
 
+def _require_policies(region: _Region) -> None:
+    if region.settings.engine == "rerun":
+        raise refusal(
+            ValueError,
+            where=f"fit(step), at {user_line()}",
+            what=f'calls the region `{_name(region)}`, which has engine="rerun".',
+            why="Such a region saves nothing but its inputs, and no policy changes that.",
+            do='Use engine="trace" or "auto" for what is to be planned.',
+        )
+
+
 def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _name(region: _Region) -> str:
     return str(getattr(region, "__qualname__", repr(region)))
+
+
+def _without_parameters() -> ValueError:
+    return refusal(
+        ValueError,
+        where="fit(step)",
+        what="got nothing to differentiate.",
+        why="That is the floating tensors in the first positional argument, and the "
+        "parameters of modules.",
+        do="Pass the parameters, or the module, first.",
+    )
 
 
 def _without_regions() -> ValueError:

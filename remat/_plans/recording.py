@@ -267,16 +267,8 @@ def record(
         recorder.begin()
         # Of these alone: a tensor of the user's that the loss captures stays as it is.
         loss = run(recorder)
-        if not loss.requires_grad:
-            raise refusal(
-                TraceError,
-                where="fit, or modules.plan(step=...)",
-                what="the loss of the step has no gradient.",
-                why="It depends on no parameter, or on gradients of regions that the step "
-                "takes itself.",
-                do=_BY_HAND,
-            )
-        torch.autograd.backward(loss, inputs=leaves)  # pyright: ignore[reportUnknownMemberType]
+        _require_loss(loss)
+        _differentiate(loss, leaves)
         del loss
         recorder.end()
         gradients = recorder.gradients
@@ -291,6 +283,46 @@ def record(
     )
 
 
+def _require_loss(loss: object) -> None:
+    """Refuses a step whose result is no number, or none that can be differentiated."""
+    is_tensor = isinstance(loss, Tensor)
+    if is_tensor and not loss.requires_grad:
+        raise refusal(
+            TraceError,
+            where=_WHERE,
+            what="the loss of the step has no gradient.",
+            why="It depends on no parameter, or on gradients of regions that the step "
+            "takes itself.",
+            do=_BY_HAND,
+        )
+    if not is_tensor or loss.numel() != 1:
+        got = str(TensorMeta.of(loss)) if is_tensor else f"a {type(loss).__name__}"
+        raise refusal(
+            ValueError,
+            where=_WHERE,
+            what=f"the loss of the step is {got}.",
+            why="The step is differentiated, so its loss has to be a tensor of one number.",
+            do="Return the loss alone, as in `lambda model, x: model(x).loss`.",
+        )
+
+
+def _differentiate(loss: Tensor, leaves: Sequence[Tensor]) -> None:
+    try:
+        torch.autograd.backward(loss, inputs=leaves)  # pyright: ignore[reportUnknownMemberType]
+    except RuntimeError as error:
+        if all(each.grad is None for each in leaves):
+            raise
+        raise refusal(
+            TraceError,
+            where=_WHERE,
+            what="the step calls `.backward()` itself.",
+            why="A step is planned as its loss, which is differentiated then, and by now "
+            "its graph is freed.",
+            do="Return the loss, and leave out what follows it: the optimizer's step is "
+            "planned by `optimizer`.",
+        ) from error
+
+
 def optimizer_on(
     optimizer: Optimizer, fakes_of: Mapping[int, Tensor], where: str
 ) -> _Optimizer:
@@ -299,12 +331,27 @@ def optimizer_on(
     `fakes_of` has what stands for each parameter, by its identity.
     """
     if hasattr(optimizer, "param_groups"):
+        _require_any_of(optimizer, fakes_of, where)
         return lambda _: _on_fakes(optimizer, fakes_of)
     if callable(optimizer):
         return optimizer
     if isinstance(optimizer, float) and optimizer >= 0:
         return optimizer
     return parse_size(optimizer, where)
+
+
+def _require_any_of(optimizer: Any, fakes_of: Mapping[int, Tensor], where: str) -> None:
+    own = [each for group in optimizer.param_groups for each in group["params"]]
+    if not any(id(each) in fakes_of for each in own):
+        raise refusal(
+            ValueError,
+            where=where,
+            what=f"none of the parameters of this {type(optimizer).__name__} is one of "
+            "the step.",
+            why="Its state would be counted as no bytes.",
+            do="Make it of the parameters that the step is planned on, or pass a function "
+            "that makes one (torch.optim.AdamW).",
+        )
 
 
 def _on_fakes(optimizer: Any, fakes_of: Mapping[int, Tensor]) -> Any:
@@ -349,6 +396,8 @@ def _optimizer_bytes(
     return state, max(first, live.peak - again)
 
 
+_WHERE = "fit, or modules.plan(step=...)"
+
 _BY_HAND = (
     "A loss of gradients cannot be planned: give its regions policies.budget(size)."
 )
@@ -382,7 +431,7 @@ def require_no_transform() -> None:
     if levels.current_interpreter() is not None:
         raise refusal(
             TraceError,
-            where="fit, or modules.plan(step=...)",
+            where=_WHERE,
             what="a region of the step is called under a transform of torch.func.",
             why="A step is planned as its loss, which autograd differentiates.",
             do="Pass the function that gives the loss, without torch.func.grad around it. "

@@ -14,6 +14,7 @@ from remat._api import remat
 from remat._calls.decorated import DecoratedFunction
 from remat._errors import refusal
 from remat._generators import device_states
+from remat._generators.python_and_numpy import drawing_from, states
 from remat._plans.plan import Plan, Planner
 from remat._torch import fakes, trees
 from remat._torch.attributes import attributes_as
@@ -51,8 +52,11 @@ class BlockCall:
 def called_instead(
     modules: Iterable[nn.Module], stand_in: Callable[..., Any]
 ) -> Generator[None]:
-    """Inside, a call of a module is `stand_in(module, its forward, *args, **kwargs)`."""
-    with contextlib.ExitStack() as stack:
+    """Inside, a call of a module is `stand_in(module, its forward, *args, **kwargs)`.
+
+    Python and numpy draw inside what they draw again after it, as runs of a model are to agree.
+    """
+    with drawing_from(states()), contextlib.ExitStack() as stack:
         for module in modules:
             instead = functools.partial(stand_in, module, module.forward)
             stack.enter_context(attributes_as(module, forward=instead))

@@ -1,5 +1,6 @@
 """`fit`: the regions of a step get policies by which its peak keeps to a limit."""
 
+import random
 from typing import Any
 
 import pytest
@@ -244,6 +245,132 @@ def test_a_parameter_that_is_no_argument(is_region: bool) -> None:
         fit(lambda params, x: step(params, scaled(x)), peak="1GiB")(*args)
 
     fit(lambda params, x: step(params, x * mask), peak="1GiB")(*args)
+
+
+class Caching(nn.Module):
+    """Fills caches of several kinds at its first call, and skips blocks at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.rnn = nn.Sequential(nn.Linear(8, 8)), nn.LSTM(8, 8)
+        self.scale: Tensor | None = None
+        self.seen: dict[str, Tensor] = {}
+        modules.apply(self, "block")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.arange(8.0).to(x)
+            self.register_buffer("late", self.scale)
+        if not hasattr(self, "shift"):
+            self.shift = self.scale.cos()
+        self.seen["input"] = x
+        for _ in range(random.randrange(1, 9)):
+            x = self.block(x)
+        return self.rnn(x * self.scale + self.shift)[0].square().mean()
+
+
+def test_a_step_leaves_nothing_behind() -> None:
+    """Neither tensors without data in caches and in what it fills, nor draws of Python's."""
+    model, x, losses = Caching(), seeded(4, 8).float(), []
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        losses.append(model(x))
+        return losses[-1]
+
+    before, names = random.getstate(), {*vars(model)}
+
+    for seed in range(4):
+        random.seed(seed)
+        before = random.getstate()
+        fit(step, peak=1.0)(model, x)
+        modules.plan(model, peak=1.0, step=modules.Step(torch.mean), where="block")(x)
+        modules.apply(model, "block")
+        assert random.getstate() == before
+
+    assert not losses
+    assert (model.scale, model.seen, {*vars(model)}) == (None, {}, names)
+    assert not {*model.rnn._buffers}
+    assert model.rnn._flat_weights[0] is model.rnn.weight_ih_l0
+    assert type(step(model, x)) is Tensor
+
+
+def test_free_memory_is_that_of_the_parameters() -> None:
+    """Of a module, too, whatever device the batch waits on."""
+    seen: list[str] = []
+
+    def free(device: torch.device) -> int:
+        seen.append(device.type)
+        return 2**30
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x.to("meta"))
+
+    fit(step, peak=free)(Model("meta"), seeded(64, 16))
+
+    assert seen == ["meta"]
+
+
+def result_of(returned: Any) -> Any:
+    """A step that returns what a function makes of the output of a region."""
+    block = remat(plain_head)
+    return lambda params, x: returned(block(params["head"], x))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            lambda y: {"loss": y.mean()},
+            r"loss of the step is a dict\. .*Return the loss",
+        ),
+        (lambda y: y, r"loss of the step is float64\[64\]\. .*one number"),
+        (lambda y: 1.0, r"loss of the step is a float"),
+    ],
+    ids=["in a dict", "several numbers", "no tensor"],
+)
+def test_a_step_that_gives_no_number(returned: Any, message: str) -> None:
+    """Is refused by what it gives."""
+    _, args = made(None, None)
+
+    with pytest.raises(ValueError, match=message):
+        fit(result_of(returned), peak="1GiB")(*args)
+
+
+def test_a_step_that_goes_further_than_its_loss() -> None:
+    """Or has its parameters where they are not looked for, or an optimizer of others."""
+
+    def whole(y: Tensor) -> Tensor:
+        loss = y.mean()
+        loss.backward()
+        return loss
+
+    _, args = made(None, None)
+    with pytest.raises(TraceError, match=r"calls `.backward\(\)` itself.*`optimizer`"):
+        fit(result_of(whole), peak="1GiB")(*args)
+    assert all(each.grad is None for each in leaves_of(args[0]))
+
+    step = result_of(Tensor.mean)
+    with pytest.raises(ValueError, match=r"nothing to differentiate.*Pass the param"):
+        fit(step, peak="1GiB")(params=args[0], x=args[1])
+    other = torch.optim.AdamW([seeded(4).requires_grad_()])
+    with pytest.raises(ValueError, match=r"none of the parameters of this AdamW is"):
+        fit(step, peak="1GiB", optimizer=other)(*args)
+
+
+def test_a_region_that_follows_no_policy() -> None:
+    """Is refused before the policies are applied; where nothing is differentiated, it runs."""
+    again = remat(plain_head, engine="rerun")
+    step, args = made(remat(plain_block), again)
+
+    with pytest.raises(ValueError, match=r'`plain_head`, which has engine="rerun"'):
+        fit(step, peak="1GiB")(*args)
+
+    def ended(params: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = again(params["head"], x)
+        return made(remat(plain_block), plain_head)[0](params, x) - target.mean()
+
+    fit(ended, peak="1GiB")(*args)
 
 
 def test_what_has_no_plan_is_refused() -> None:
