@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, final
 
 import torch
@@ -159,8 +159,8 @@ def fit(
 
     Returns:
         A callable that takes the step's arguments, and returns what was chosen. What is
-        differentiated is the first, and modules: the tensors that require grad where there
-        are any, else every floating one.
+        differentiated are the tensors that require grad, those of modules included; where
+        there are none, every floating one of the first argument and of modules.
 
     Raises:
         BudgetError: nothing that was tried fits; the message says by how much, and which
@@ -237,7 +237,7 @@ def _recorded(
 ) -> tuple[Recording, list[_Call], list[_Region]]:
     """What a step does, its calls of regions, in order, and the regions of a second run."""
     whole = _Step(step, (args, kwargs))
-    own = [*trees.tensor_leaves(args[:1]), *whole.parameters()], [*whole.buffers()]
+    own = [*_parameters_of(whole, args, kwargs)], [*whole.buffers()]
     with without_data((args, kwargs, *own), "fit(step)") as faked:
         args, kwargs, parameters, buffers = faked
         stand_ins = zip((*own[0], *own[1]), (*parameters, *buffers), strict=True)
@@ -284,7 +284,8 @@ def _recorded(
         def run_again(recorder: Recorder) -> Tensor:
             return run(recorder, lambda *call: again.append(call[0]))
 
-        others = args[1:], kwargs, buffers
+        others = trees.tensor_leaves((args[1:], kwargs, buffers))
+        others = [each for each in others if not any(each is p for p in parameters)]
         found = record(run_again, leaves, parameters, others, made, bound.costs)
     return found, calls, again
 
@@ -301,6 +302,16 @@ class _Step(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._step(*args, **kwargs)
+
+
+def _parameters_of(
+    whole: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[Tensor]:
+    """What is counted as parameters: the first argument's, modules', and what wants gradients."""
+    yield from trees.tensor_leaves(args[:1])
+    yield from whole.parameters()
+    later = trees.tensor_leaves((args[1:], kwargs))
+    yield from (each for each in later if each.requires_grad)
 
 
 @final
@@ -364,8 +375,8 @@ def _without_parameters() -> ValueError:
         ValueError,
         where="fit(step)",
         what="got nothing to differentiate.",
-        why="That is the floating tensors in the first positional argument, and the "
-        "parameters of modules.",
+        why="That is what requires grad, or else the floating tensors in the first "
+        "positional argument, and the parameters of modules.",
         do="Pass the parameters, or the module, first.",
     )
 

@@ -310,6 +310,28 @@ def test_free_memory_is_that_of_the_parameters() -> None:
     assert seen == ["meta"]
 
 
+def test_an_argument_that_requires_grad_gets_a_gradient() -> None:
+    """Wherever it stands; what is passed twice is there once."""
+    model, table = Model(), seeded(4096, 16).requires_grad_()
+
+    def step(model: nn.Module, table: Tensor, rows: Tensor) -> Tensor:
+        return model(table[rows])
+
+    args = model, table, torch.arange(8)
+    found = fit(step, peak=1.0)(*args)
+    twice = fit(lambda given, *args: step(*args), peak=1.0)([table], *args)
+
+    step(*args).backward()
+    model.zero_grad()
+    table.grad = None
+    with LiveBytes() as memory:
+        step(*args).backward()
+    there = [*model.parameters(), *model.buffers(), *args[1:]]
+    peak = memory.peak + sum(each.nbytes for each in there)
+    assert peak <= found.predicted_peak_bytes <= 1.1 * peak
+    assert twice.predicted_peak_bytes == found.predicted_peak_bytes
+
+
 def result_of(returned: Any) -> Any:
     """A step that returns what a function makes of the output of a region."""
     block = remat(plain_head)
@@ -350,8 +372,9 @@ def test_a_step_that_goes_further_than_its_loss() -> None:
     assert all(each.grad is None for each in leaves_of(args[0]))
 
     step = result_of(Tensor.mean)
+    head = {"head": seeded(16, 128)}
     with pytest.raises(ValueError, match=r"nothing to differentiate.*Pass the param"):
-        fit(step, peak="1GiB")(params=args[0], x=args[1])
+        fit(step, peak="1GiB")(params=head, x=args[1])
     other = torch.optim.AdamW([seeded(4).requires_grad_()])
     with pytest.raises(ValueError, match=r"none of the parameters of this AdamW is"):
         fit(step, peak="1GiB", optimizer=other)(*args)
