@@ -47,13 +47,25 @@ class _OfThread(threading.local):
 
     def __init__(self) -> None:
         # On the instance, where Dynamo notices a change.
-        self.is_disabled = False
-        self.is_first_order = False
+        # Blocks that generators open need not end in the reverse order: these are counts.
+        self.disabled = 0
+        self.first_order = 0
         self.instead: Instead | None = None  # what stands in for regions
         self.tiled: dict[int, Any] | None = None  # where tiled calls are noted
 
 
 _here = _OfThread()
+
+
+@contextlib.contextmanager
+def _one_more(kind: str) -> Generator[None]:
+    """A block of this kind, on this thread, until the `with` statement ends."""
+    setattr(_here, kind, getattr(_here, kind) + 1)
+    try:
+        with departing():
+            yield
+    finally:
+        setattr(_here, kind, getattr(_here, kind) - 1)
 
 
 @contextlib.contextmanager
@@ -71,7 +83,7 @@ def disabled() -> Generator[None]:
         >>> y.grad_fn.name()
         'SinBackward0'
     """
-    with attributes_as(_here, is_disabled=True), departing():
+    with _one_more("disabled"):
         yield
 
 
@@ -99,7 +111,7 @@ def first_order() -> Generator[None]:
         >>> slope
         tensor([1., 1., 1.])
     """
-    with attributes_as(_here, is_first_order=True), departing():
+    with _one_more("first_order"):
         yield
 
 
@@ -108,7 +120,7 @@ def is_disabled() -> bool:
 
     An exported program is a forward, for any size that is left open.
     """
-    return _DISABLED or _here.is_disabled or torch.compiler.is_exporting()
+    return _DISABLED or _here.disabled > 0 or torch.compiler.is_exporting()
 
 
 def is_inert() -> bool:
@@ -151,4 +163,4 @@ def note_tiled(owner: Any) -> None:
 
 def is_first_order() -> bool:
     """Whether this thread wants no second derivative of the regions it calls."""
-    return _here.is_first_order
+    return _here.first_order > 0
