@@ -399,7 +399,9 @@ def densely(
     None for a copy in their own.
     """
     stride = value.stride()
-    numbers = value[tuple(map(slice, unexpanded_shape(value.shape, stride)))]
+    sizes = unexpanded_shape(value.shape, stride)
+    is_repeated = sizes != [*value.shape]  # a slice of all is an operator, too
+    numbers = value[tuple(map(slice, sizes))] if is_repeated else value
     order = sorted(range(value.dim()), key=lambda dim: -stride[dim])
     dense = numbers.permute(order)
     own = iter(range(value.dim()))

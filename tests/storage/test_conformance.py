@@ -16,9 +16,9 @@ from remat._regions import forwards, waiting as waiting_module
 from remat._regions.waiting import Waiting, wait
 from remat._torch.tensors import same_bits
 from remat.random import key
-from remat.storage import AbstractStorage, Place, Stored
+from remat.storage import AbstractStorage, Place, Stored, densely
 from tests.storage.test_transfer import Fake, Side
-from tests.support import in_turn, tensors_in
+from tests.support import count_operators, in_turn, seeded, tensors_in
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::remat.RematWarning", "ignore:`torch.jit.script`"
@@ -285,6 +285,14 @@ def test_nothing_is_stored_without_a_gradient() -> None:
     assert Twice.count == 0
     own(W.clone().requires_grad_(), X)
     assert Twice.count > 0
+
+
+def test_no_operator_slices_what_repeats_no_number() -> None:
+    """A dense value is only permuted; of an expanded one, one row is taken."""
+    dense, expanded = seeded(3, 4), seeded(1, 4).expand(3, 4)
+
+    assert set(count_operators(densely, dense, Place())) == {"aten.permute"}
+    assert "aten.slice" in count_operators(densely, expanded, Place())
 
 
 def test_places_tell_values_and_calls_apart() -> None:
