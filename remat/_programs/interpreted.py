@@ -22,7 +22,7 @@ from remat._torch import runners, schemas
 # Beside views, pointwise operators and reductions, which torch tags. Neither indices that may
 # lie outside a tensor nor matrices that may be singular are among what these read.
 _MORE = (
-    "mm addmm bmm baddbmm convolution convolution_backward "
+    "mm addmm bmm baddbmm matmul convolution convolution_backward "
     "native_layer_norm native_layer_norm_backward "
     "native_group_norm native_group_norm_backward "
     "_scaled_dot_product_flash_attention_for_cpu "

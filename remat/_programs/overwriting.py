@@ -29,7 +29,7 @@ _OF_ALL = (*_RESHAPED, _aten.t.default, _aten.transpose.int, _aten.permute.defau
 
 # Beside pointwise operators: each gives tensors that share memory with nothing.
 _MORE = (
-    "mm addmm bmm baddbmm clone convolution convolution_backward "
+    "mm addmm bmm baddbmm matmul clone convolution convolution_backward "
     "native_layer_norm native_layer_norm_backward "
     "native_group_norm native_group_norm_backward _softmax _softmax_backward_data"
 )

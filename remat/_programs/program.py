@@ -2,10 +2,10 @@
 
 The text of the function is kept, and `.programs()` prints it. What is printed is what runs: as
 Python, by torch's own interpreter (`_programs.interpreted`), or compiled (`_programs.compiled`).
-Where no dispatch mode listens, some steps write over what is no longer read
-(`_programs.overwriting`). For a `Watcher`, the same function reports each step before it runs.
-Inside an outer trace, the graph is interpreted instead, so that each operator keeps its name and
-its line there.
+Where no dispatch mode listens, some steps are one call (`_programs.bindings`) and some write over
+what is no longer read (`_programs.overwriting`). For a `Watcher`, the same function reports each
+step before it runs. Inside an outer trace, the graph is interpreted instead, so that each operator
+keeps its name and its line there.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from remat._graph.meta import device_of
 from remat._graph.values import Graph, Value, comment, last_uses, refs, roots
 from remat._programs import compiled, interpreted, watching
 from remat._programs.barriers import with_barriers
-from remat._programs.bindings import bindings_of
+from remat._programs.bindings import bindings_of, fold_products
 from remat._programs.inside_traces import interpret
 from remat._programs.lending import Lender
 from remat._programs.overwriting import with_overwriting
@@ -157,11 +157,12 @@ class Program:
         """The program as it runs fastest, if no mode listens for single operators."""
         if self.is_compiled:
             return compiled.compiled_function(self.graph)
-        if interpreted.overhead_dominates(self.graph, fewest_steps=_FOR_INTERPRETER):
-            return interpreted.interpreted_function(self.graph) or self._run
-        reused = with_overwriting(self.graph)
-        if reused is self.graph:
-            return self._run
+        folded = fold_products(self.graph)
+        if interpreted.overhead_dominates(folded, fewest_steps=_FOR_INTERPRETER):
+            return interpreted.interpreted_function(folded) or self._compiled(folded)
+        reused = with_overwriting(folded)
+        if reused is folded:
+            return self._compiled(folded)
         sparing = self._compiled(reused)
 
         def run(inputs: list[Tensor]) -> list[Any]:
