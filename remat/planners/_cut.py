@@ -12,7 +12,6 @@ same for all budgets in between, and the cheapest result that fits is taken.
 """
 
 import dataclasses
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -76,10 +75,8 @@ def solve_cut(
             do=f"Allow at least {problem.fixed_bytes} bytes, the smallest budget that "
             "can be met.",
         )
-    ways = [(None, *range(len(options))) for options in problem.items]
-    if math.prod(map(len, ways)) <= enumerate_up_to:
-        outcomes = [problem.outcome(choice) for choice in itertools.product(*ways)]
-        bound = None  # the best of all is the optimum
+    if problem.num_choices <= enumerate_up_to:
+        outcomes, bound = problem.outcomes, None  # the best of all is the optimum
     else:
         left, right, bound = _bracket(problem, budget)
         outcomes = [left]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Sequence
 from typing import final
 
@@ -88,6 +90,17 @@ class Problem:
         return tuple(
             None if not options else cheapest(options, 0, 1) for options in self.items
         )
+
+    @property
+    def num_choices(self) -> int:
+        """How many choices there are."""
+        return math.prod(1 + len(options) for options in self.items)
+
+    @functools.cached_property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """The outcomes of all choices, of which any budget may take one."""
+        ways = [(None, *range(len(options))) for options in self.items]
+        return tuple(self.outcome(choice) for choice in itertools.product(*ways))
 
     @property
     def budgets(self) -> tuple[int, ...]:

@@ -233,7 +233,7 @@ def test_in_a_module(engine: str) -> None:
 
 @pytest.mark.parametrize(
     ("registered", "engine", "fun"),
-    pairwise(FUNCTIONAL, ENGINES, [around, dead_draw, within, nested]),
+    in_turn(FUNCTIONAL, ENGINES, [around, dead_draw, within, nested]),
     indirect=["registered"],
 )
 def test_under_func_grad(fun: Any, engine: str) -> None:
