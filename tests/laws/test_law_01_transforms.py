@@ -142,6 +142,8 @@ MAIN = (
     *("grad", "vjp", "jacrev", "vmap_grad", "grad_vmap", "grad_grad"),
     *("jvp_grad", "grad_jvp", "vmap_jvp_grad"),
 )
+#: Three levels, two of them of one kind.
+OF_THREE = ("vmap_vmap_grad", "vmap_grad_vmap", "grad_vmap_grad")
 #: Those under which `test_law_01_functions_under_transforms.py` does not have attention.
 OF_ATTENTION = (
     *("grad", "vjp", "jacfwd", "linearize"),
@@ -170,10 +172,13 @@ class Layer(torch.nn.Module):
 @pytest.mark.parametrize(
     ("transform", "policy"),
     [
-        *itertools.product(TRANSFORMS, ["names"]),
+        *((name, "names") for name in TRANSFORMS if name not in OF_THREE),
         *(
             pytest.param(*case, marks=pytest.mark.sweep)
-            for case in itertools.product(MAIN, ["nothing", "everything"])
+            for case in (
+                *itertools.product(OF_THREE, ["names"]),
+                *itertools.product(MAIN, ["nothing", "everything"]),
+            )
         ),
     ],
 )
