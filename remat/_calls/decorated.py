@@ -97,7 +97,7 @@ class DecoratedFunction(Generic[_P, _R]):
         if instead is not None:
             return instead(self, args, kwargs)
         if self.settings.engine == "rerun":
-            return flat_call.call(self._fun, args, kwargs, self._resolved.rng)
+            return flat_call.call(self._fun, args, kwargs, self._rng)
         self._known = self._cache
         site = call_site(self._fun, args, kwargs, self.settings.statics)
         try:
@@ -110,7 +110,7 @@ class DecoratedFunction(Generic[_P, _R]):
                 return self._fun(*args, **kwargs)
             if not (is_auto and advises_rerun(refused)):
                 raise
-            returned = flat_call.call(self._fun, args, kwargs, self._resolved.rng)
+            returned = flat_call.call(self._fun, args, kwargs, self._rng)
             self._cache.rerun_from_now_on(site, refused)
             return returned
 
@@ -154,10 +154,13 @@ class DecoratedFunction(Generic[_P, _R]):
         return _caches.setdefault(key, Cache(settings, self._where))
 
     @property
+    def _rng(self) -> str:
+        return self.settings.rng or self.rng_default
+
+    @property
     def _resolved(self) -> Settings:
         """The options with the `rng` that is meant where none is given."""
-        rng = self.settings.rng or self.rng_default
-        return dataclasses.replace(self.settings, rng=rng)
+        return dataclasses.replace(self.settings, rng=self._rng)
 
     def _registered(self) -> str:
         """The key by which a graph of torch.compile finds regions of this kind."""

@@ -20,8 +20,9 @@ from remat._programs.barriers import opaque_copy
 from remat._regions.forwards import FastPath, make_views
 from remat._regions.functions import Roots
 from remat._regions.protocol import Call
-from remat._regions.rules import bind_all
+from remat._regions.rules import bind_all, run_fast
 from remat._regions.traced import TracedRegion
+from remat._switches.blocks import is_first_order
 from remat._switches.numerics import Numerics
 from remat._torch import levels, trees
 from remat._tracing.open_sizes import Template
@@ -74,6 +75,20 @@ class Entry:
         captured = self.region.operands[-len(tensors) :]
         layouts = [meta.layout for meta in captured]
         return tensors if [*map(layout_of, tensors)] == layouts else None
+
+    def call_quietly(
+        self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics
+    ) -> Any:
+        """`call` where no transform and no mode is active, and a gradient is wanted."""
+        fast_path = self.fast_path(roots, numerics)
+        if fast_path is None:
+            return self.call(roots, tensors, numerics)
+        call = Call(
+            *(self.region, roots, numerics, self.labels),
+            is_first_order=is_first_order(),
+            fast_path=fast_path,
+        )
+        return self.output.around(run_fast(call, levels.unwrap_dead(tensors)))
 
     @property
     def wants_gradient(self) -> bool:

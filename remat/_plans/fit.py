@@ -169,7 +169,8 @@ def fit(
             torch.func.
         CapturedTensorError: it reads a tensor that requires grad and is neither an argument
             nor a parameter of a module among them.
-        ValueError: it calls no region.
+        ValueError: it calls no region, or one with `engine="rerun"`; it gives no loss of one
+            number; or there is nothing to differentiate.
 
     Example:
         >>> import torch
@@ -190,13 +191,12 @@ def fit(
 
     def fitted(*args: Any, **kwargs: Any) -> Fit:
         assert bound.peak is not None, "fit takes a peak"
-        most = PeakLimit(bound.peak)
+        most, whole = PeakLimit(bound.peak), _Step(step, (args, kwargs))
         # Parameters first: a batch may wait on another device than that of the step.
-        given = [*_Step(step, (args, kwargs)).parameters()]
-        given += trees.tensor_leaves((args, kwargs))
+        given = [*whole.parameters(), *trees.tensor_leaves((args, kwargs))]
 
         def attempt(is_rough: bool) -> _Attempt:
-            recording, calls, again = _recorded(step, args, kwargs, optimizer, bound)
+            recording, calls, again = _recorded(whole, args, kwargs, optimizer, bound)
             regions, planners = map(list, zip(*calls, strict=True))
             shares = Shares(planners, list(map(id, regions)), is_rough=is_rough)
             loads = loads_of(recording)
@@ -229,14 +229,13 @@ def fit(
 
 
 def _recorded(
-    step: Callable[..., Tensor],
+    whole: _Step,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     optimizer: Optimizer,
     bound: Budget,
 ) -> tuple[Recording, list[_Call], list[_Region]]:
     """What a step does, its calls of regions, in order, and the regions of a second run."""
-    whole = _Step(step, (args, kwargs))
     own = [*_parameters_of(whole, args, kwargs)], [*whole.buffers()]
     with without_data((args, kwargs, *own), "fit(step)") as faked:
         args, kwargs, parameters, buffers = faked
@@ -262,7 +261,7 @@ def _recorded(
                 note(region, *given)
                 return recorder.call(function, args, kwargs, captured)
 
-            with standing_in(stand_in), _undone((step, args, kwargs)):
+            with standing_in(stand_in), _undone((whole.step, args, kwargs)):
                 return called_with(whole, instead, args, kwargs)
 
         calls: list[_Call] = []
@@ -296,12 +295,12 @@ class _Step(nn.Module):
 
     def __init__(self, step: Callable[..., Tensor], given: Any) -> None:
         super().__init__()
-        self._step = step
+        self.step = step
         leaves, _ = trees.flatten(given)
         self._parts = nn.ModuleList(m for m in leaves if isinstance(m, nn.Module))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._step(*args, **kwargs)
+        return self.step(*args, **kwargs)
 
 
 def _parameters_of(

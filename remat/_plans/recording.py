@@ -307,10 +307,11 @@ def _require_loss(loss: object) -> None:
 
 
 def _differentiate(loss: Tensor, leaves: Sequence[Tensor]) -> None:
+    is_done = any(each.grad is not None for each in leaves)
     try:
         torch.autograd.backward(loss, inputs=leaves)  # pyright: ignore[reportUnknownMemberType]
     except RuntimeError as error:
-        if all(each.grad is None for each in leaves):
+        if not is_done:
             raise
         raise refusal(
             TraceError,

@@ -70,10 +70,7 @@ from remat._user_lines import user_line
 
 
 def call(
-    fun: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    rng: str | None,
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], rng: str
 ) -> Any:
     """Calls `fun` as a region that runs again in its backward."""
     engines.require_no_engine(fun)

@@ -9,10 +9,11 @@ detached tensors, `is_grads_batched`; `distributed`: process groups, collectives
 FSDP; `dtensor`: DTensors, results under way; `dynamo`: what torch.compile sees as it traces;
 `fakes`: tensors without data or a number to read, their mode, what an error says they lack;
 `guards`: cheap checks of tensors and of a thread's state, its float32 precision; `isolation`:
-outside every transform, mode and hook; `levels`: active transforms, their wrappers, versions and writes below, graphs at the current
-level, the dual level; `loops`: `torch.while_loop` and its derivative; `modes`: of dispatch and
-torch functions; `modules`: hooks and second places of parameters; `runners`: Inductor, torch's
-interpreter; `schemas`: what is known of operators, and how ours are defined; `sizes`: symbols of a
-trace; `taking_functions`: `torch.cond` and its like; `tensors`: views, shared memory, bits;
-`tracer`: `make_fx` and its graph, in-place operators replaced; `trees`: pytrees.
+outside every transform, mode and hook; `levels`: active transforms, their wrappers, versions and
+writes below, graphs at the current level, the dual level; `loops`: `torch.while_loop` and its
+derivative; `modes`: of dispatch and torch functions; `modules`: hooks and second places of
+parameters; `runners`: Inductor, torch's interpreter; `schemas`: what is known of operators, and how
+ours are defined; `sizes`: symbols of a trace; `taking_functions`: `torch.cond` and its like;
+`tensors`: views, shared memory, bits; `tracer`: `make_fx` and its graph, in-place operators
+replaced; `trees`: pytrees.
 """

@@ -21,7 +21,7 @@ from remat._calls.options import PolicyLike
 from remat._errors import CarryError, refusal
 from remat._graph.meta import TensorMeta
 from remat._switches.numerics import Numerics
-from remat._torch import dynamo, trees
+from remat._torch import dynamo, guards, trees
 from remat._tracing.thread import is_lifting, lift
 from remat._user_lines import warn
 from remat.layers import _run_stack, _unrolled
@@ -208,13 +208,14 @@ class _Scan(NamedTuple):
         entry, site, captured = region.entry_of(self._stand_ins(), {})
         roots, numerics = site.roots, Numerics.current()
         strides = [meta.stride for meta in self.metas()[: len(self.carry)]]
+        run = entry.call_quietly if guards.is_quiet() else entry.call
 
         def step(carry: Any, x: Any) -> Any:
             laid = map(relaid, trees.tensor_leaves(carry), strides)
             tensors = [*laid, *trees.tensor_leaves(x), *captured]
             if is_lifting():
                 tensors = list(map(lift, tensors))
-            return entry.call(roots, tensors, numerics)
+            return run(roots, tensors, numerics)
 
         return self.loop(step)
 

@@ -396,6 +396,30 @@ def test_a_region_that_follows_no_policy() -> None:
     fit(ended, peak="1GiB")(*args)
 
 
+class Failing(torch.autograd.Function):
+    """A function of the user's, whose backward has a fault."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError("a fault of the user's")
+
+
+def test_what_a_backward_raises_is_left_as_it_is() -> None:
+    """Also where other parameters have their gradients by then."""
+    step, args = made(remat(plain_block), remat(plain_head))
+
+    def failing(params: Any, x: Tensor) -> Tensor:
+        early: Any = Failing.apply(params["head"])  # pyright: ignore[reportUnknownMemberType]
+        return early.sum() + step(params, x)
+
+    with pytest.raises(RuntimeError, match=r"^a fault of the user's$"):
+        fit(failing, peak="1GiB")(*args)
+
+
 def test_what_has_no_plan_is_refused() -> None:
     """No region, gradients of them in the loss, numbers that decide."""
     step, args = made(plain_block, plain_head)

@@ -94,8 +94,8 @@ class CheckpointOptions:
     @property
     def settings(self) -> Settings:
         """The options of `remat` that do the same."""
-        rng = "preserve" if self.preserve_rng_state else "keys"
-        return Settings(policy_of(self.context_fn), rng, self.engine)
+        policy = policy_of(self.context_fn)
+        return _peer_settings(policy, self.preserve_rng_state, self.engine)
 
     def region(self, function: Callable[..., Any]) -> DecoratedFunction[..., Any]:
         """A region with these options around a function."""
@@ -142,6 +142,13 @@ def require_options(
                 why=why,
                 do=do,
             )
+
+
+@functools.lru_cache(maxsize=256)
+def _peer_settings(
+    policy: AbstractPolicy, preserve_rng_state: bool, engine: str
+) -> Settings:
+    return Settings(policy, "preserve" if preserve_rng_state else "keys", engine)
 
 
 @dynamo.constant_for_dynamo
