@@ -4,6 +4,7 @@ Judged by schema and arguments, not by tags alone: attention with `dropout_p=0` 
 tag of a random operator and draws nothing.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -83,6 +84,7 @@ def viewed(value: ValueLike) -> int | None:
     return getattr(value.args[0], "index", None) if is_view else None
 
 
+@functools.cache
 def returns_view(op: Any) -> bool:
     """Whether the result of an operator shares storage with an argument."""
     if op in _HIDDEN_VIEWS:

@@ -97,7 +97,7 @@ def _bracket(problem: Problem, budget: int) -> tuple[Outcome, Outcome | None, in
     The first is within the budget and the second beyond it, None if the cheapest of all
     choices is within; no choice within the budget costs less than the bound.
     """
-    network = Network(problem)
+    network = Network.of(problem)
     free = budget - problem.fixed_bytes
     choice, _, least_cost = network.cut(Fraction(0))
     left, right = problem.outcome(problem.nothing), problem.outcome(choice)

@@ -14,6 +14,9 @@ If several steps make one value, the price of saving it is divided among them. E
 is then a bound on the optimum, which it need not reach.
 """
 
+from __future__ import annotations
+
+import functools
 from collections import Counter
 from fractions import Fraction
 from typing import Any, final
@@ -60,6 +63,13 @@ class Network:
         items = (self._items[place] for place in self._nodes)
         self._shares = Counter(item for item in items if item is not None)
         self._sum = sum(problem.steps[place].cost for place in self._nodes)
+        self._cuts: dict[Fraction, tuple[Choice, Choice, Fraction]] = {}
+
+    @classmethod
+    @functools.lru_cache(maxsize=256)
+    def of(cls, problem: Problem) -> Network:
+        """The network of a problem, whose budgets ask for much the same prices."""
+        return cls(problem)
 
     def cut(self, price: Fraction) -> tuple[Choice, Choice, Fraction]:
         """The best choices at a price, in cost per byte, and a bound.
@@ -67,13 +77,18 @@ class Network:
         The first choice saves most, the second least. No choice has a lower cost plus
         price times bytes than the bound, fixed bytes left out.
         """
+        if price not in self._cuts:
+            self._cuts[price] = self._cut(price)
+        return self._cuts[price]
+
+    def _cut(self, price: Fraction) -> tuple[Choice, Choice, Fraction]:
         problem, price_, unit = self.problem, price.numerator, price.denominator
         total = max(1, self._sum * unit)
-        scale = Fraction(min(total, _MOST), total)
+        scaled = min(total, _MOST)
 
         def capacity(paid: int, share: int = 1) -> int:
             # Rounded down, so that a cut remains a bound.
-            return min(int(Fraction(paid, share) * scale), _UNCUTTABLE)
+            return min(paid * scaled // (share * total), _UNCUTTABLE)
 
         picked = {k: cheapest(problem.items[k], price_, unit) for k in self._shares}
         edges = [(tail, head, _UNCUTTABLE) for tail, head in self._edges]
@@ -93,7 +108,8 @@ class Network:
                 if item is not None and side[needed] and not side[run]:
                     found[item] = picked[item]
             choices.append(tuple(found))
-        return choices[0], choices[1], Fraction(flow) / scale / unit + problem.base_cost
+        least_cost = Fraction(flow * total, scaled * unit) + problem.base_cost
+        return choices[0], choices[1], least_cost
 
 
 def _minimum_cuts(
