@@ -8,7 +8,7 @@ import json
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, cast, final
+from typing import Any, ParamSpec, final
 
 from remat._calls.decorated import undecided
 from remat._errors import PolicyError, refusal, require_choice
@@ -227,26 +227,20 @@ class Plan:
             ValueError: the text is not a plan, or has another version of this format.
         """
         try:
-            read: Any = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise _not_a_plan(f"It is not JSON: {error}.") from error
-        found = cast("dict[str, Any]", read if isinstance(read, dict) else {})
-        version = found.pop("version", None)
-        wanted = {each.name for each in dataclasses.fields(cls)}
-        if version != _VERSION or set(found) != wanted:
-            raise _not_a_plan(
-                f"Its version is {version!r}, and it has {sorted(found)}."
-            )
-        try:
+            found: dict[str, Any] = json.loads(text)
+            require_choice("version", found.pop("version"), (_VERSION,), of="a plan")
             found["rows"] = tuple(map(_plan_row_of, found["rows"]))
             found["problem"] = to_problem(found["problem"])
             found["peaks"] = Peaks(**found["peaks"])
+            return cls(**found)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            kind = type(error).__name__
-            raise _not_a_plan(
-                f"A part of it cannot be read: {kind}: {error}."
+            raise refusal(
+                ValueError,
+                where="Plan.from_json(text)",
+                what=f"the text is not a plan of version {_VERSION}.",
+                why=f"It cannot be read: {type(error).__name__}: {error}.",
+                do="Pass what `Plan.to_json` returned, or plan again.",
             ) from error
-        return cls(**found)
 
     def __str__(self) -> str:
         """A table: one line for all values that are alike, and the totals."""
@@ -277,16 +271,6 @@ _UNITS = {"flops": "FLOPs and bytes moved", "measured": "ns"}
 def _row_label(row: PlanRow) -> str:
     name = f'"{row.name}" ' if row.name else ""
     return f"{name}{row.op} {row.dtype}[{', '.join(map(str, row.shape))}]"
-
-
-def _not_a_plan(why: str) -> ValueError:
-    return refusal(
-        ValueError,
-        where="Plan.from_json(text)",
-        what=f"the text is not a plan of version {_VERSION}.",
-        why=why,
-        do="Pass what `Plan.to_json` returned, or plan again.",
-    )
 
 
 def _plan_row_of(text: dict[str, Any]) -> PlanRow:

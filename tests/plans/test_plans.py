@@ -154,7 +154,7 @@ def test_a_damaged_text() -> None:
     text = plan(mlp, budget=300)(*mlp_args()).to_json()
     fields = json.loads(text)
     damaged = {
-        text[:99]: "It is not JSON: ",
+        text[:99]: "cannot be read: JSONDecodeError: ",
         text.replace("Keep", "Kept"): "cannot be read: KeyError: 'Kept'",
         text.replace("Keep", "release_host_memory"): "KeyError: 'release_host_memory'",
         json.dumps({**fields, "problem": {}}): "cannot be read: KeyError: 'steps'",
