@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast, final
 
 import torch
@@ -71,8 +71,7 @@ def scan(
         init: the first carry. Structure, shapes and dtypes stay from step to step; but a
             Python number takes on the dtype that the first step gives it, as in JAX.
         xs: a pytree of tensors of shape (length, ...), sliced along dimension 0, also
-            keys of `random.split`; or an iterator of slices, which is read to its end;
-            or None if `f` needs no slices.
+            keys of `random.split`; or None if `f` needs no slices.
         length: the number of steps; required if `xs` has no tensor, otherwise checked.
         reverse: whether to go from the last slice to the first; `ys` keeps its order.
         unroll: for compatibility with JAX; more than 1 warns that it has no effect.
@@ -148,10 +147,6 @@ class _Scan(NamedTuple):
             if isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
         }
         lengths = set[int]() if length is None else {operator.index(length)}
-        if isinstance(xs, Iterator):
-            items = list(cast("Iterator[Any]", xs))
-            lengths |= {len(items)} if items else set()
-            xs = _stack_iterated(items)
         scanned, xs_tree = trees.Frame.of(xs)
         return cls(
             stepping(f),
@@ -249,27 +244,6 @@ class _Scan(NamedTuple):
         leaves, count = stand_ins(self.metas()), len(self.carry)
         carry = self.carry_tree.around(leaves[:count])
         return carry, self.xs_tree.around(leaves[count:])
-
-
-def _stack_iterated(items: list[Any]) -> Any:
-    """What an iterator gave, as `scan` takes it; nothing for none."""
-    if not items:
-        return None
-    where = "a slice that the iterator gave"
-    _, tree = trees.Frame.of(_as_tensors(items[0], where))
-    rows: list[list[Tensor]] = []
-    for place, item in enumerate(items):
-        try:
-            rows.append(_tensors_like(tree, item, where))
-        except ValueError as error:
-            raise refusal(
-                CarryError,
-                where=f"scan: slice {place} of the iterator `xs`",
-                what=f"has a different structure from slice 0 ({error}).",
-                why="One trace serves all steps, so all slices must be alike.",
-                do="Give each slice the same structure, with tensors in the same places.",
-            ) from error
-    return tree.around(stacked_rows(rows, is_reversed=False))
 
 
 def stepping(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

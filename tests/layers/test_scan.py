@@ -207,6 +207,7 @@ WRONG: dict[str, tuple[Any, Any, Any, str]] = {
     "no length": (lambda c, x: (c, x), torch.zeros(3), None, "number of steps is not clear"),
     "lengths": (lambda c, x: (c, x), torch.zeros(3), (torch.zeros(2), torch.zeros(3)), r"not clear: \[2, 3\]"),
     "number": (lambda c, x: (c, x), torch.zeros(3), 3, r"(?s)`xs`: is of type int.*torch\.as_tensor"),
+    "iterator": (lambda c, x: (c, x), torch.zeros(3), iter([torch.zeros(3)]), r"(?s)list_iterator.*torch\.stack"),
     "0-d": (lambda c, x: (c, x), torch.zeros(3), {"a": torch.tensor(1.0)}, "`xs.a`: is 0-d"),
 }  # fmt: skip
 
@@ -258,55 +259,6 @@ def test_length_is_checked_against_xs():
     scan(step, xs[0], xs, length=4)
     with pytest.raises(CarryError, match=r"\[4, 5\]"):
         scan(step, xs[0], xs, length=5)
-
-
-def test_an_iterator_is_read_to_its_end():
-    """The number of steps is what it gives, and a schedule knows it too."""
-    w, c, xs = arguments()
-    w.requires_grad_()
-
-    def gradient(given: Any, schedule: AbstractSchedule | None) -> Any:
-        return torch.autograd.grad(
-            scan(tanh_cell(w), c, given, schedule=schedule)[0].sum(), w
-        )
-
-    slices = (x for x in xs)
-    assert_bitwise(gradient(slices, Revolve(3)), gradient(xs, None))
-
-
-def test_numbers_from_an_iterator_are_scanned_over():
-    """They are tensors by then, as elsewhere in a scan; None is handed on."""
-    w, c, xs = arguments()
-
-    def step(h: Tensor, each: Any) -> Any:
-        place, (x, nothing) = each
-        assert nothing is None
-        return torch.tanh(h @ w + x) * place, place
-
-    _, places = scan(step, c, enumerate((x, None) for x in xs))
-    assert torch.equal(places, torch.arange(LENGTH))
-    h, _ = scan(lambda h, _: (h @ w, None), c, iter([None, None]))
-    assert torch.equal(h, c @ w @ w)
-
-
-UNLIKE: dict[str, tuple[list[Any], str]] = {
-    "keys": ([{"a": torch.zeros(3)}, {"b": torch.zeros(3)}], "slice 1 .* different structure"),
-    "kind": ([(torch.zeros(3),), [torch.zeros(3)]], "slice 1 .* different structure"),
-    "None": ([(torch.zeros(3), None), (None, torch.zeros(3))], "None where"),
-    "leaves": ([(torch.zeros(3),), (torch.zeros(3), torch.zeros(3))], "slice 1 .* different structure"),
-    "text": ([(torch.zeros(3), "a"), (torch.zeros(3), "a")], "is a str"),
-    "length": ([None, None], r"not clear: \[2, 3\]"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", UNLIKE)
-def test_slices_of_an_iterator_are_alike(name: str):
-    """What is not would be put in the places of the first one's leaves."""
-    items, text = UNLIKE[name]
-    length = None if items[0] is not None else 3
-
-    with pytest.raises(CarryError, match=text):
-        scan(lambda c, x: (c, None), torch.zeros(3), iter(items), length)
 
 
 def test_unroll_warns():
