@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias, final
@@ -384,38 +383,6 @@ def _product(step: AxisStep) -> Total | None:
     return Total.SUM
 
 
-def _trilinear(step: AxisStep) -> None:
-    """The product of three, to which `expand` adds dimensions, summed over `sumdim`."""
-    dims: set[int] = set()
-    for name in "123":
-        state, more = step.by_name[f"i{name}"].state, step.given[f"expand{name}"]
-        if isinstance(state, Along):
-            dims.add([k for k in range(64) if k not in more][state.dim])
-    if len(dims) != 1 or dims.intersection(step.given["sumdim"]):
-        raise MixesError("it combines each place of the axis with others.")
-
-
-def _in_batches(step: AxisStep, **behind: int) -> None:
-    """Of each batch by itself, which so many dimensions of these arguments are behind."""
-    ends = {
-        len(each.meta.shape) - behind[name] - each.state.dim
-        for name, each in step.by_name.items()
-        if isinstance(each.state, Along)
-    }
-    if len(ends) != 1 or min(ends) < 1:
-        raise MixesError("it works along the axis.")
-
-
-def _solve(step: AxisStep) -> None:
-    """Of matrices A and B, or of a vector B for each A."""
-    left, right = step.by_name["A"], step.by_name["B"]
-    are_vectors = {
-        len(b.shape) == 1 or b.shape == a.shape[:-1]
-        for a, b in ((left.meta, right.meta), (left.whole, right.whole))
-    }
-    _in_batches(step, A=2, B=1 if are_vectors == {True} else 2)
-
-
 def _convolution(step: AxisStep) -> None:
     """Along the batch, or where the kernel has one place and stays at it."""
     dim, given = step.first[0].dim, step.given
@@ -426,11 +393,6 @@ def _convolution(step: AxisStep) -> None:
     ]
     if moves != [1, 0, 0] or step.by_name["weight"].meta.shape[dim] != 1:
         _of_batch(step)
-
-
-def _rrelu(step: AxisStep) -> None:
-    if step.given["training"]:
-        raise MixesError("it draws for each place.")
 
 
 def _attention(step: AxisStep) -> None:
@@ -480,14 +442,6 @@ def _nll_loss(step: AxisStep) -> Total | None:
     return _by_reduction(step)
 
 
-def _margin_loss(step: AxisStep) -> Total | None:
-    """Of rows (N, C) and targets (N,)."""
-    is_of_rows = len(step.by_name["self"].meta.shape) == 2
-    if not is_of_rows or any(state.dim for state, _ in step.along):
-        raise MixesError("it works along the axis.")
-    return _by_reduction(step)
-
-
 def _by_reduction(step: AxisStep) -> Total | None:
     reduction: int = step.given["reduction"]
     return (None, Total.MEAN, Total.SUM)[reduction]
@@ -521,10 +475,6 @@ _RULES: dict[str, Rule] = {
         ),
         ("cat gather scatter scatter_reduce slice_scatter linalg_cross", _besides_dim),
         ("index_add scatter_add", _add_by_index),
-        ("_linalg_solve_ex", _solve),
-        ("_cdist_forward", functools.partial(_in_batches, x1=2, x2=2)),
-        ("_trilinear", _trilinear),
-        ("rrelu_with_noise rrelu_with_noise_functional", _rrelu),
         ("index index_select embedding", _index_by_tensors),
         ("mm addmm bmm baddbmm mv dot", _product),
         ("convolution", _convolution),
@@ -545,7 +495,6 @@ _RULES: dict[str, Rule] = {
             "binary_cross_entropy_with_logits",
             _loss,
         ),
-        ("multi_margin_loss", _margin_loss),
         ("nll_loss_forward nll_loss2d_forward", _nll_loss),
     )
     for name in names.split()
