@@ -142,6 +142,9 @@ class _Reached:
         self.operands = [*self.passed, *captured]
         if self.engine:
             self.operands.append(self.engine.anchor)
+        # Whether it reaches a tensor in another way than as an argument, which it may be too.
+        paths = [self.survey.tensors.get(id(each), ()) for each in self.passed]
+        self.captures = bool(self.beyond) or any(len(each) > 1 for each in paths)
 
     @property
     def may_change(self) -> list[Tensor]:
@@ -277,7 +280,7 @@ class _FlatCall:
         with (
             reach.survey.in_place(but=reach.managed) if is_again else _NOTHING,
             reach.engine.running() if reach.engine else engines.refused(),
-            running_again(substituted.operand_for) if reach.beyond else _NOTHING,
+            running_again(substituted.operand_for) if reach.captures else _NOTHING,
             substituted,
             self.numerics.applied(),
             tracer.own_parametrizations(),
@@ -342,7 +345,7 @@ class _Substituted(TorchFunctionMode):
 
     def __init__(self, call: _FlatCall, stand_ins: Mapping[int, Tensor]) -> None:
         self._constants, self._state = call.constants, call.state
-        self._is_pure = not call.reach.beyond
+        self._is_pure = not call.reach.captures
         self._stand_ins = stand_ins
         self._depth = depth()
 

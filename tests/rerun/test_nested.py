@@ -174,16 +174,21 @@ REACHES = [*reaches(torch.ones(()), lambda fun: fun)]
 
 
 @pytest.mark.contract
+@pytest.mark.parametrize("is_passed", [False, True], ids=["captured", "passed, too"])
 @pytest.mark.parametrize(
     ("reach", "engines"),
     in_turn(REACHES, [("rerun", "trace"), ("rerun", "rerun"), ("trace", "rerun")]),
 )
-def test_what_regions_inside_reach(engines: tuple[Any, Any], reach: str) -> None:
+def test_what_regions_inside_reach(
+    engines: tuple[Any, Any], reach: str, is_passed: bool
+) -> None:
     """Each run of the function around gives them its own stand-in; it raised, always."""
     outer, inner = engines
 
     def region(x: Tensor, w: Tensor) -> Tensor:
-        return remat(reaches(w, remat(engine=inner))[reach], engine=outer)(x)
+        fun = reaches(w, remat(engine=inner))[reach]
+        around = remat(lambda x, *_: fun(x), engine=outer)
+        return around(x, w) if is_passed else around(x)
 
     def plain(x: Tensor, w: Tensor) -> Tensor:
         return reaches(w, lambda fun: fun)[reach](x)
