@@ -208,7 +208,7 @@ def require_lawful(
             source = joint.graph.values[new.index].source
             raise refusal(
                 MutationError,
-                where=f"`{names[operand]}` ({meta}) at {source}",
+                where=f"{names[operand]} ({meta}) at {source}",
                 what="is changed in place by the function.",
                 why="The recomputation would start from the changed value, and the "
                 "tensor belongs to the caller.",
@@ -217,7 +217,7 @@ def require_lawful(
     if traced.gained:
         place = traced.gained[0]
         meta = TensorMeta.of(traced.captured[place])
-        raise gains_gradient(f"`{names[count + place]}` ({meta})")
+        raise gains_gradient(f"{names[count + place]} ({meta})")
 
 
 def _require_random_by_keys(joint: Joint, rng: str | None) -> None:

@@ -135,7 +135,7 @@ class _Reached:
         for tensor in reached:
             if is_lazy(tensor):
                 label = self.survey.tensors[id(tensor)][0].label
-                raise uninitialized(f"`{label}`")
+                raise uninitialized(f"{label}")
         self.beyond = [each for each in reached if id(each) not in others]
         followed = filter(levels.is_followed, self.beyond)
         captured = [each for each in followed if id(each) not in _stored]

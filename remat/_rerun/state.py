@@ -154,7 +154,7 @@ class RunState:
         _copy_back(self.kept)
         for buffer in gained:
             buffer.detach_()
-        raise gains_gradient(f"a buffer ({TensorMeta.of(gained[0])})")
+        raise gains_gradient(f"a captured tensor ({TensorMeta.of(gained[0])})")
 
     @contextlib.contextmanager
     def _put_back(self, randomness: _Randomness) -> Generator[None]:
