@@ -434,9 +434,10 @@ def of_the_users(
             CapturedTensorError,
             where=where,
             what="the backward of an autograd.Function uses a tensor that its "
-            "forward did not save.",
+            "forward did not save, or a hook one that it captures.",
             why="It would be stale, or lose its gradient, at the next call.",
-            do="Pass it to the forward, and save it with ctx.save_for_backward.",
+            do="Pass it to the forward, and save it with ctx.save_for_backward; pass "
+            "a hook's to the region.",
         )
     return of_a_step(error, where)
 

@@ -23,7 +23,7 @@ from remat import (
     scan,
     schedules,
 )
-from tests.support import assert_bitwise, seeded
+from tests.support import assert_bitwise, grads, seeded
 
 
 def mix(x: Tensor, w: Tensor) -> Tensor:
@@ -406,3 +406,19 @@ def test_a_tensor_that_a_custom_backward_alone_reaches() -> None:
     text = r"error\.py:\d+: the backward of an autograd.Function uses a tensor that its forward did not save"
     with pytest.raises(CapturedTensorError, match=f"{text}.*ctx.save_for_backward"):
         remat(fun)(seeded(3).requires_grad_())
+
+
+def test_a_tensor_that_a_hook_captures() -> None:
+    """Nor what a hook takes from its closure; passed to the region, it is as good as any."""
+    weight = seeded(3).requires_grad_()
+
+    def fun(x: Tensor, w: Tensor) -> Tensor:
+        y = x.sin()
+        y.register_hook(lambda gradient: gradient * w)  # pyright: ignore[reportUnknownMemberType]
+        return y.square()
+
+    with pytest.raises(CapturedTensorError, match=r"or a hook one .* to the region\."):
+        remat(lambda x: fun(x, weight))(seeded(3).requires_grad_())
+
+    args = [seeded(3), seeded(3, seed=1)]
+    assert_bitwise(grads(remat(fun), args), grads(fun, args))
