@@ -75,6 +75,8 @@ def _is_zero(value: Value, zeros: set[int]) -> bool:
         return False
     if value.op in _PRODUCTS:
         return True
+    if value.op is _aten.convolution.default:
+        return value.args[2] is None  # without a bias
     if value.op is _aten.add.Tensor:
         return len(value.uses) == 2 and zeros.issuperset(value.uses)
     is_linear = value.op in _LINEAR or operators.viewed(value) is not None

@@ -78,10 +78,14 @@ def test_what_a_zero_is_added_to_is_the_sum(added: Value) -> None:
     assert operators_after(added, step(aten.sin.default, Ref(4))) == ["aten.sin"]
 
 
+#: The other arguments of a convolution.
+CONVOLUTION = ([1], [0], [1], False, [0], 1)
 MADE_OF_ZEROS = {
     "product": [step(aten.mm.default, X, ZERO)],
     "product, zero first": [step(aten.mm.default, ZERO, X)],
     "elementwise product": [step(aten.mul.Tensor, X, ZERO)],
+    "convolution": [step(aten.convolution.default, X, ZERO, None, *CONVOLUTION)],
+    "convolution of it": [step(aten.convolution.default, ZERO, X, None, *CONVOLUTION)],
     "view": [step(aten.t.default, ZERO)],
     "negative": [step(aten.neg.default, ZERO)],
     "quotient": [step(aten.div.Tensor, ZERO, X)],
@@ -109,6 +113,9 @@ READ = {
     "quotient by it": step(aten.div.Tensor, X, ZERO),
     "difference from it": step(aten.sub.Tensor, ZERO, X),
     "its exponential": step(aten.exp.default, ZERO),
+    "convolution with a bias": step(
+        aten.convolution.default, ZERO, X, POINT_ZERO, *CONVOLUTION
+    ),
     "scaled summand": step(aten.add.Tensor, ZERO, X, kwargs=(("alpha", 2),)),
 }
 
