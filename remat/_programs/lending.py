@@ -2,9 +2,9 @@
 
 Where an outer level differentiates a region, the derivative of its backward runs, and soon after
 it that of its forward. Both recompute the forward. The second takes those values from the first,
-which holds them until the next such program begins: those of one region at a time, as in a
-backward of the first order. Of a stack of regions only the last one's derivatives follow each
-other so.
+which holds them: those of one region at a time, as in a backward of the first order, and those of
+regions before it as long as all are few. Of a stack of regions only the last one's derivatives
+follow each other; those of the others meet again in the opposite order.
 
 What a program takes is known when it has run once after another: values are equal if their steps
 are (`_graph.numbering`), and inputs if they are read alike from one memory that nobody has
@@ -14,6 +14,7 @@ written to since. What would raise the peak of the two programs by much is not h
 from __future__ import annotations
 
 import bisect
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ _Places = tuple[int | None, ...]
 # keeps everything, or so little that it is not worth recomputing for.
 _MOST_PART = 1 / 9
 _FEW_BYTES = 2**13
+_MOST_LOANS = 64  # how many programs back one may take from, a heuristic
 
 
 class _InputIdentity(NamedTuple):
@@ -58,18 +60,18 @@ class _InputIdentity(NamedTuple):
 
 
 class _Loan(NamedTuple):
-    """What the latest program of a run of autograd holds for the next one."""
+    """What a program of a run of autograd holds for those after it."""
 
     task: int
     lender: Lender
-    inputs: tuple[_InputIdentity, ...]
+    inputs: dict[_InputIdentity, int]  # the places of its inputs
     values: dict[int, Tensor]  # by their places in the lender's graph
 
 
 class _Thread(threading.local):
-    """The latest loan of a thread."""
+    """The latest loans of a thread, all of one run of autograd; the latest last."""
 
-    loan: _Loan | None = None
+    loans: tuple[_Loan, ...] = ()
 
 
 _thread = _Thread()
@@ -77,7 +79,7 @@ _thread = _Thread()
 
 @final
 class Lender:
-    """A program that takes values from the one before, and holds some for the next."""
+    """A program that takes values from those before, and holds some for the next."""
 
     def __init__(self, graph: Graph, run_of: Callable[[Graph], _Run]) -> None:
         """Makes one of a graph, and of what makes a function of a graph."""
@@ -86,43 +88,66 @@ class Lender:
         self.lent: frozenset[int] = frozenset()
         self._run_of = run_of
         self._runs: dict[tuple[tuple[int, ...], frozenset[int]], _Run] = {}
-        # By the program before, and which of its inputs and what is lent.
+        # By the program before, and which of its inputs, what is lent and what others lend.
         self._equal: weakref.WeakKeyDictionary[
-            Lender, dict[tuple[_Places, frozenset[int]], tuple[tuple[int, int], ...]]
+            Lender, dict[Any, tuple[tuple[int, int], ...]]
         ] = weakref.WeakKeyDictionary()
 
     def consume(self, inputs: list[Tensor]) -> list[Any]:
         """The outputs of the program; empties the list."""
-        task, loan = autograd.graph_task(), _thread.loan
-        _thread.loan = None
-        held = {} if loan is None else loan.values.copy()
-        if loan is not None:
-            loan.values.clear()
-        if task == -1 or not guards.are_plain(inputs):
+        task, loans = autograd.graph_task(), _thread.loans
+        _thread.loans = ()  # also if something below fails
+        is_other = task == -1 or not guards.are_plain(inputs)
+        if is_other or (loans and loans[-1].task != task):
+            _release(loans)
+            loans = ()
+        if is_other:
             return self._run((), frozenset())(inputs)
-        given, taken = tuple(map(_InputIdentity.of, inputs)), dict[int, Tensor]()
-        if loan is not None and loan.task == task:
-            known = {each: place for place, each in enumerate(loan.inputs)}
-            pairs = self._pairs(loan.lender, tuple(map(known.get, given)))
-            taken = {own: held[theirs] for theirs, own in pairs if theirs in held}
-        lent, run = self.lent, self._run(tuple(taken), self.lent)
+        given = [*map(_InputIdentity.of, inputs)]
+        taken, lent = self._take(loans, given), self.lent
+        run = self._run(tuple(taken), lent)
         inputs += taken.values()
         # Only the list holds them from now on.
-        del held, taken
+        del taken
         found = run(inputs)
         count = len(self.graph.outputs)
         values = dict(zip(sorted(lent), found[count:], strict=True))
-        _thread.loan = _Loan(task, self, given, values)
+        known = {each: place for place, each in enumerate(given)}
+        loans = (*loans[1 - _MOST_LOANS :], _Loan(task, self, known, values))
+        _release(loans, _few(self._alone))
+        _thread.loans = loans
         if values:
             autograd.at_end_of_task(values.clear)
         return found[:count]
 
-    def _pairs(self, before: Lender, places: _Places) -> tuple[tuple[int, int], ...]:
-        """Values of a program before this one, which is asked for them, and the equal own ones."""
-        known, key = self._equal.setdefault(before, {}), (places, self.lent)
+    def _take(
+        self, loans: Sequence[_Loan], given: Sequence[_InputIdentity]
+    ) -> dict[int, Tensor]:
+        """What is held of the values that the programs before have in common with this one."""
+        taken, claimed = dict[int, Tensor](), frozenset[int]()
+        for loan in reversed(loans):
+            places = tuple(map(loan.inputs.get, given))
+            if any(place is not None for place in places):
+                pairs = self._pairs(loan.lender, places, claimed)
+                # One value may stand at several places.
+                held = loan.values.copy()
+                taken |= {own: held[theirs] for theirs, own in pairs if theirs in held}
+                for theirs, _ in pairs:
+                    loan.values.pop(theirs, None)
+                claimed = claimed.union(own for _, own in pairs)
+        return taken
+
+    def _pairs(
+        self, before: Lender, places: _Places, claimed: frozenset[int]
+    ) -> tuple[tuple[int, int], ...]:
+        """Values of a program before this one, which is asked for them, and the equal own ones.
+
+        What was `claimed` is asked of a later one.
+        """
+        known, key = self._equal.setdefault(before, {}), (places, self.lent, claimed)
         if key not in known:
             known[key] = _equal_values(before.graph, self.graph, *key)
-            before.lend(frozenset(theirs for theirs, _ in known[key]), self._bytes())
+            before.lend(frozenset(theirs for theirs, _ in known[key]), self._alone)
         return known[key]
 
     def lend(self, wanted: frozenset[int], next_bytes: int) -> None:
@@ -131,11 +156,15 @@ class Lender:
         `next_bytes` is what the program that asks for them needs if it takes none.
         """
         added = sorted(wanted - self.lent)
-        alone = max(self._bytes(), next_bytes)
-        most = alone + max(alone * _MOST_PART, _FEW_BYTES)
+        alone = max(self._alone, next_bytes)
+        most = alone + _few(alone)
         firsts = [(*self.lent, *added[: count + 1]) for count in range(len(added))]
         count = bisect.bisect_right(firsts, most, key=self._bytes)
         self.lent = self.lent.union(added[:count])
+
+    @functools.cached_property
+    def _alone(self) -> int:
+        return self._bytes()
 
     def _bytes(self, lent: Sequence[int] = ()) -> int:
         """The most bytes that live while it runs, if it returns these values too."""
@@ -147,6 +176,20 @@ class Lender:
         if key not in self._runs:
             self._runs[key] = self._run_of(_lending(self.graph, taken, sorted(lent)))
         return self._runs[key]
+
+
+def _few(alone: int) -> float:
+    """How many bytes more may live where so many do anyhow."""
+    return max(alone * _MOST_PART, _FEW_BYTES)
+
+
+def _release(loans: Sequence[_Loan], most: float = -1) -> None:
+    """Lets go of all but the latest loans of so many bytes, the very latest aside."""
+    total = 0
+    for loan in reversed(loans):
+        total += sum(each.untyped_storage().nbytes() for each in loan.values.values())
+        if total > most and (most < 0 or loan is not loans[-1]):
+            loan.values.clear()
 
 
 def _lending(graph: Graph, taken: Sequence[int], lent: Sequence[int]) -> Graph:
@@ -163,12 +206,17 @@ def _lending(graph: Graph, taken: Sequence[int], lent: Sequence[int]) -> Graph:
 
 
 def _equal_values(
-    first: Graph, second: Graph, places: _Places, lent: frozenset[int]
+    first: Graph,
+    second: Graph,
+    places: _Places,
+    lent: frozenset[int],
+    claimed: frozenset[int],
 ) -> tuple[tuple[int, int], ...]:
     """Values of the first graph, and those equal to them at which the second need not compute.
 
     `places` says which input of the first each of the second's is, None for another tensor;
-    `lent` is what is wanted of the second beside its outputs.
+    `lent` is what is wanted of the second beside its outputs, `claimed` what it need not compute
+    anyhow.
     """
     known = {k: place for k, place in enumerate(places) if place is not None}
     line, numbering = Building(first.values, known), Numbering(first.values)
@@ -183,7 +231,7 @@ def _equal_values(
     pending = [*lent, *(ref.index for ref in second.outputs if ref is not None)]
     while pending:
         index = pending.pop()
-        if index not in seen:
+        if index not in seen and index not in claimed:
             seen.add(index)
             pending += () if index in equal else second.values[index].uses
     return tuple((equal[index], index) for index in sorted(seen.intersection(equal)))

@@ -112,6 +112,9 @@ class Program:
         # Of a compiled program each variant would be compiled, which takes seconds.
         if not self.is_borrowing or self.backend is not None:
             return None
+        # Ranks that hold other sizes would lend other values, and then not communicate alike.
+        if any(name.startswith("_c10d") for name in self.graph.operators):
+            return None
         alone = functools.partial(dataclasses.replace, self, is_borrowing=False)
         return Lender(self.graph, lambda graph: alone(graph=graph).consume)
 

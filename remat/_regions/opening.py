@@ -157,18 +157,20 @@ def opened_for(
     tensors: Sequence[Tensor],
     save: bool,
     tangents: Sequence[Tensor | None] = (),
-) -> Opened | None:
+) -> tuple[Call, Opened | None]:
     """The region of the program to call instead, where this level differentiates it.
 
-    That is a forward whose backward some level above will run, or a backward.
+    That is a forward whose backward some level above will run, or a backward. Where it stays
+    closed, the derivatives of both run one after the other too: the call lends and borrows.
     """
     region, found = call.region, levels.current_interpreter()
     level = 0 if found is None else found[1].level()
     if level >= call.connected_below or (region.keeps and not save):
-        return None
+        return call, None
     wants = tuple(map(levels.requires_grad_anywhere, tensors))
     has_tangent = tuple(tangent is not None for tangent in tangents)
     if levels.is_pushed_below():
         # Which tensors have a tangent there is not known here.
         has_tangent = tuple(tensor.is_floating_point() for tensor in tensors)
-    return region.opened(call.roots, wants, has_tangent)
+    opened = region.opened(call.roots, wants, has_tangent)
+    return (call if opened else call._replace(is_borrowing=True)), opened

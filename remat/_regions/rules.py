@@ -122,7 +122,7 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     is_pushed = any(pair.tangent is not None for pair in pairs)
     tangents = [pair.tangent for pair in pairs]
     if is_pushed or (is_differentiated and not call.is_last):
-        opened = opened_for(call, tensors, save, tangents)
+        call, opened = opened_for(call, tensors, save, tangents)
         if opened is not None:
             return _run_opened(call, opened, tensors)
     if not is_pushed:
@@ -174,7 +174,7 @@ def _run_under_grad(
         for tensor in tensors[skip:]
     ]
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
-        opened = opened_for(call, tensors, save)
+        call, opened = opened_for(call, tensors, save)
         if opened is not None:
             return _run_opened(call, opened, tensors)
         recording = _Recording(call, leading, interpreter)
@@ -203,7 +203,7 @@ def _run_under_jvp(
         for _, tangent in pairs
     ]
     if any(tangent is not None for tangent in tangents):
-        opened = opened_for(call, tensors, save, tangents)
+        call, opened = opened_for(call, tensors, save, tangents)
         if opened is not None:
             return _run_opened(call, opened, tensors)
     with levels.lowered(interpreter):
@@ -269,7 +269,7 @@ def _run_under_vmap(
         randomness = "same"
     draws_apart = randomness != "same" and region.num_draws > 0
     if levels.is_differentiated_below(tensors):
-        opened = opened_for(call, tensors, save)
+        call, opened = opened_for(call, tensors, save)
         if opened is not None:
             return _run_opened(call, opened, tensors)
     with interpreter.lower():

@@ -6,6 +6,7 @@ without it, as "plain") how many matrix products, hyperbolic tangents, and sines
 stand in the jaxpr after dead-code elimination.
 """
 
+import functools
 import json
 from collections import Counter
 from typing import Any
@@ -16,7 +17,16 @@ from jax.interpreters import (  # pyright: ignore[reportMissingImports]
     partial_eval,
 )
 
-from tests.laws.nests import BATCH, NESTS, SHAPES, WIDTH, Function, Library, functions
+from tests.laws.nests import (
+    BATCH,
+    NESTS,
+    SHAPES,
+    WIDTH,
+    Function,
+    Library,
+    functions,
+    stacks,
+)
 
 LIBRARY = Library(jax, jnp, jax.tree.leaves, jax.tree.map)
 POLICIES = {
@@ -56,9 +66,14 @@ def counts(name: str, nest: str, f: Function) -> list[int]:
 def main() -> None:
     """Prints the file, one nest a line."""
     print(f'{{"jax": "{jax.__version__}"', end="")
-    for name, f in functions(LIBRARY).items():
-        units = {"plain": f} | {
-            keeps: jax.checkpoint(f, policy=getattr(jax.checkpoint_policies, policy))
+    whole = {name: lambda unit, f=f: unit(f) for name, f in functions(LIBRARY).items()}
+    for name, made in (whole | stacks(LIBRARY)).items():
+        units = {"plain": made(lambda f: f)} | {
+            keeps: made(
+                functools.partial(
+                    jax.checkpoint, policy=getattr(jax.checkpoint_policies, policy)
+                )
+            )
             for keeps, policy in POLICIES.items()
         }
         lines = [

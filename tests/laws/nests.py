@@ -4,6 +4,7 @@ Nothing here imports either: a `Library` is handed in, so that one text says wha
 and measure. `f(p, x)` takes a pytree of weights and a batch (b, d), and returns (b, d).
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,11 +56,31 @@ def functions(library: Library) -> dict[str, Function]:
     return {"stack": stack, "gated": gated, "mixed": mixed}
 
 
+def stacks(library: Library) -> dict[str, Callable[[Callable[..., Any]], Function]]:
+    """Functions of several regions, by name; each takes what makes a region of a function."""
+
+    def layer(w: Any, x: Any) -> Any:
+        return x + library.numbers.tanh(x @ w)
+
+    def chain(unit: Callable[..., Any]) -> Function:
+        region = unit(layer)
+        return lambda p, x: functools.reduce(lambda x, w: region(w, x), p, x)
+
+    def nested(unit: Callable[..., Any]) -> Function:
+        region = unit(layer)
+        pair = unit(lambda v, w, x: region(w, region(v, x)))
+        return lambda p, x: pair(*p[2:], pair(*p[:2], x))
+
+    return {"chain": chain, "nested": nested}
+
+
 #: Of the weights that each function takes.
 SHAPES: dict[str, Any] = {
     "stack": ([(WIDTH, WIDTH)] * NUM_LAYERS, [(WIDTH,)] * NUM_LAYERS),
     "gated": ((WIDTH, WIDTH), (WIDTH, WIDTH)),
     "mixed": ((WIDTH, WIDTH), (WIDTH, WIDTH)),
+    "chain": ((WIDTH, WIDTH),) * 3,
+    "nested": ((WIDTH, WIDTH),) * 4,
 }
 
 

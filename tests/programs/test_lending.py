@@ -65,8 +65,21 @@ def test_alone_each_of_them_recomputes_it() -> None:
     assert tanhs(stack(remat(layer), 1)) == 4
 
 
-def test_of_several_regions_the_last_one_is_recomputed_once() -> None:
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_of_several_regions_each_is_recomputed_once_while_values_are_few(
+    count: int,
+) -> None:
+    """Although their forwards are differentiated in the opposite order."""
+    assert tanhs(stack(remat(layer), count)) == 3 * count
+
+
+def test_of_several_large_regions_the_last_one_is_recomputed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What the others recompute is gone before their forwards are differentiated."""
+    monkeypatch.setattr(lending, "_FEW_BYTES", 2 * X.nbytes - 1)
+    monkeypatch.setattr(lending, "_MOST_PART", 0)
+
     assert tanhs(stack(remat(layer), 3)) == 3 * 4 - 1
 
 
@@ -91,26 +104,25 @@ def test_nothing_is_held_after_the_backward() -> None:
     assert memory.live == found.untyped_storage().nbytes()
 
 
-def test_one_region_holds_values_at_a_time() -> None:
-    """More regions do not hold more of what is lent: the peak grows as it does without."""
-    region = remat(layer)
+def test_no_more_than_few_values_are_held() -> None:
+    """Of any number of regions: the peak grows as it does without lending."""
+    region, few_bytes = remat(layer), 8 * X.nbytes
 
-    def peaks() -> list[int]:
-        found: list[int] = []
-        for count in (2, 6):
-            run = stack(region, count)
+    def peak(count: int) -> int:
+        run = stack(region, count)
+        run()
+        with LiveBytes() as memory:
             run()
-            with LiveBytes() as memory:
-                run()
-            found.append(memory.peak)
-        return found
+        return memory.peak
 
-    few, many = peaks()
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(lending, "_FEW_BYTES", few_bytes)
+        peaks = [peak(count) for count in (6, 12, 24)]
         patched.setattr(autograd, "graph_task", lambda: -1)
-        few_alone, many_alone = peaks()
+        alone = [peak(count) for count in (6, 12, 24)]
 
-    assert many - few <= many_alone - few_alone
+    for each, without in zip(peaks, alone, strict=True):
+        assert each <= without + few_bytes
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -121,11 +133,11 @@ def test_the_first_order_lends_nothing(count: int) -> None:
     def loss(w: Tensor) -> Tensor:
         return functools.reduce(lambda x, _: region(w, x), range(count), X).sum()
 
-    lending._thread.loan = None
+    lending._thread.loans = ()
     for _ in range(2):
         grad(loss)(WEIGHT)
 
-    assert lending._thread.loan is None
+    assert not lending._thread.loans
 
 
 def test_plain_autograd_outside_takes_values_too() -> None:
