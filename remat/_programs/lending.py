@@ -14,6 +14,7 @@ written to since. What would raise the peak of the two programs by much is not h
 from __future__ import annotations
 
 import bisect
+import collections
 import functools
 import threading
 import weakref
@@ -40,7 +41,7 @@ _Places = tuple[int | None, ...]
 # keeps everything, or so little that it is not worth recomputing for.
 _MOST_PART = 1 / 9
 _FEW_BYTES = 2**13
-_MOST_LOANS = 64  # how many programs back one may take from, a heuristic
+_MOST_LOANS = 16  # how many programs back one may take from, a heuristic
 
 
 class _InputIdentity(NamedTuple):
@@ -62,16 +63,46 @@ class _InputIdentity(NamedTuple):
 class _Loan(NamedTuple):
     """What a program of a run of autograd holds for those after it."""
 
-    task: int
     lender: Lender
-    inputs: dict[_InputIdentity, int]  # the places of its inputs
+    places: dict[int, int]  # of its inputs, by their numbers
     values: dict[int, Tensor]  # by their places in the lender's graph
 
 
-class _Thread(threading.local):
-    """The latest loans of a thread, all of one run of autograd; the latest last."""
+@final
+class _Loans:
+    """What the latest programs of one run of autograd hold, the latest last."""
 
-    loans: tuple[_Loan, ...] = ()
+    def __init__(self, task: int) -> None:
+        self.task = task
+        self.latest = collections.deque[_Loan](maxlen=_MOST_LOANS)
+        self._numbers: dict[_InputIdentity, int] = {}
+
+    def numbers_of(self, inputs: Sequence[Tensor]) -> list[int]:
+        """Equal numbers for inputs that are one, of whichever programs."""
+        known = self._numbers
+        given = map(_InputIdentity.of, inputs)
+        return [known.setdefault(each, len(known)) for each in given]
+
+    def add(self, loan: _Loan) -> None:
+        """Keeps a loan, in place of the oldest one, in which nothing stays."""
+        if len(self.latest) == _MOST_LOANS:
+            self.latest[0].values.clear()
+        self.latest.append(loan)
+
+    def release(self, most: float = -1) -> None:
+        """Lets go of all but the latest loans of so many bytes, the very latest aside."""
+        total = 0
+        for loan in filter(lambda each: each.values, reversed(self.latest)):
+            values = loan.values.values()
+            total += sum(each.untyped_storage().nbytes() for each in values)
+            if total > most and (most < 0 or loan is not self.latest[-1]):
+                loan.values.clear()
+
+
+class _Thread(threading.local):
+    """The loans of a thread's latest run of autograd."""
+
+    loans: _Loans | None = None
 
 
 _thread = _Thread()
@@ -96,14 +127,15 @@ class Lender:
     def consume(self, inputs: list[Tensor]) -> list[Any]:
         """The outputs of the program; empties the list."""
         task, loans = autograd.graph_task(), _thread.loans
-        _thread.loans = ()  # also if something below fails
-        is_other = task == -1 or not guards.are_plain(inputs)
-        if is_other or (loans and loans[-1].task != task):
-            _release(loans)
-            loans = ()
-        if is_other:
+        _thread.loans = None  # also if something below fails
+        is_alone = task == -1 or not guards.are_plain(inputs)
+        if loans is not None and (is_alone or loans.task != task):
+            loans.release()
+            loans = None
+        if is_alone:
             return self._run((), frozenset())(inputs)
-        given = [*map(_InputIdentity.of, inputs)]
+        loans = loans or _Loans(task)
+        given = loans.numbers_of(inputs)
         taken, lent = self._take(loans, given), self.lent
         run = self._run(tuple(taken), lent)
         inputs += taken.values()
@@ -112,23 +144,24 @@ class Lender:
         found = run(inputs)
         count = len(self.graph.outputs)
         values = dict(zip(sorted(lent), found[count:], strict=True))
-        known = {each: place for place, each in enumerate(given)}
-        loans = (*loans[1 - _MOST_LOANS :], _Loan(task, self, known, values))
-        _release(loans, _few(self._alone))
+        places = {number: place for place, number in enumerate(given)}
+        loans.add(_Loan(self, places, values))
+        loans.release(_FEW_BYTES)
         _thread.loans = loans
         if values:
             autograd.at_end_of_task(values.clear)
         return found[:count]
 
-    def _take(
-        self, loans: Sequence[_Loan], given: Sequence[_InputIdentity]
-    ) -> dict[int, Tensor]:
+    def _take(self, loans: _Loans, given: Sequence[int]) -> dict[int, Tensor]:
         """What is held of the values that the programs before have in common with this one."""
         taken, claimed = dict[int, Tensor](), frozenset[int]()
-        for loan in reversed(loans):
-            places = tuple(map(loan.inputs.get, given))
-            if any(place is not None for place in places):
-                pairs = self._pairs(loan.lender, places, claimed)
+        for loan in reversed(loans.latest):
+            if loan.places.keys().isdisjoint(given):
+                continue
+            places = tuple(map(loan.places.get, given))
+            is_next = loan is loans.latest[-1]
+            pairs = self._pairs(loan.lender, places, claimed, is_next=is_next)
+            if pairs:
                 # One value may stand at several places.
                 held = loan.values.copy()
                 taken |= {own: held[theirs] for theirs, own in pairs if theirs in held}
@@ -138,7 +171,7 @@ class Lender:
         return taken
 
     def _pairs(
-        self, before: Lender, places: _Places, claimed: frozenset[int]
+        self, before: Lender, places: _Places, claimed: frozenset[int], *, is_next: bool
     ) -> tuple[tuple[int, int], ...]:
         """Values of a program before this one, which is asked for them, and the equal own ones.
 
@@ -147,17 +180,19 @@ class Lender:
         known, key = self._equal.setdefault(before, {}), (places, self.lent, claimed)
         if key not in known:
             known[key] = _equal_values(before.graph, self.graph, *key)
-            before.lend(frozenset(theirs for theirs, _ in known[key]), self._alone)
+            wanted, alone = frozenset(pair[0] for pair in known[key]), self._alone
+            # What waits for long must be little whatever runs in between.
+            before.lend(wanted, alone, _few(alone) if is_next else _FEW_BYTES)
         return known[key]
 
-    def lend(self, wanted: frozenset[int], next_bytes: int) -> None:
+    def lend(self, wanted: frozenset[int], next_bytes: int, more: float) -> None:
         """Holds these values too from the next run on: as many of the first as memory allows.
 
-        `next_bytes` is what the program that asks for them needs if it takes none.
+        `next_bytes` is what the program that asks for them needs if it takes none, `more` how much
+        more may live than while the larger of both runs.
         """
         added = sorted(wanted - self.lent)
-        alone = max(self._alone, next_bytes)
-        most = alone + _few(alone)
+        most = max(self._alone, next_bytes) + more
         firsts = [(*self.lent, *added[: count + 1]) for count in range(len(added))]
         count = bisect.bisect_right(firsts, most, key=self._bytes)
         self.lent = self.lent.union(added[:count])
@@ -181,15 +216,6 @@ class Lender:
 def _few(alone: int) -> float:
     """How many bytes more may live where so many do anyhow."""
     return max(alone * _MOST_PART, _FEW_BYTES)
-
-
-def _release(loans: Sequence[_Loan], most: float = -1) -> None:
-    """Lets go of all but the latest loans of so many bytes, the very latest aside."""
-    total = 0
-    for loan in reversed(loans):
-        total += sum(each.untyped_storage().nbytes() for each in loan.values.values())
-        if total > most and (most < 0 or loan is not loans[-1]):
-            loan.values.clear()
 
 
 def _lending(graph: Graph, taken: Sequence[int], lent: Sequence[int]) -> Graph:

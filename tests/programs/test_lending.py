@@ -133,7 +133,7 @@ def test_the_first_order_lends_nothing(count: int) -> None:
     def loss(w: Tensor) -> Tensor:
         return functools.reduce(lambda x, _: region(w, x), range(count), X).sum()
 
-    lending._thread.loans = ()
+    lending._thread.loans = None
     for _ in range(2):
         grad(loss)(WEIGHT)
 
