@@ -16,7 +16,7 @@ from remat._errors import (
     refusal,
 )
 from remat._graph.meta import TensorMeta
-from remat._torch import fakes, taking_functions, tensors, trees
+from remat._torch import fakes, levels, taking_functions, tensors, trees
 from remat._user_lines import (
     came_through,
     is_asked_by_user,
@@ -113,7 +113,7 @@ def out_of_sight(where: str) -> CapturedTensorError:
     )
 
 
-def out_of_reach(where: str, why: str) -> CapturedTensorError:
+def out_of_reach(where: str, why: str, *, instead: str = "") -> CapturedTensorError:
     """The error for a tensor to which nothing leads that the function names or is given."""
     return refusal(
         CapturedTensorError,
@@ -122,8 +122,21 @@ def out_of_reach(where: str, why: str) -> CapturedTensorError:
         why=why,
         do="Pass it as an argument, or keep it in a closure, a global, a list, a dict or an "
         "attribute that the function names. If a function under functools.cache returned it, "
-        "call that function outside, or call its `__wrapped__`, which makes the tensor anew.",
+        "call that function outside, or call its `__wrapped__`, which makes the tensor anew."
+        f"{instead}",
     )
+
+
+def hidden(tensor: Tensor) -> CapturedTensorError:
+    """The error for such a tensor in a trace; a constant is read anew if the function runs again."""
+    where = f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}"
+    constant = "It would become a constant of the trace: "
+    stale = "later changes would not be seen."
+    if levels.is_wrapped(tensor) or tensor.requires_grad:
+        why = f"{constant}its gradient would be lost, and {stale}"
+        return out_of_reach(where, why)
+    instead = f" Or use {_RERUN}, with what it reads then."
+    return out_of_reach(where, f"{constant}{stale}", instead=instead)
 
 
 def distributed(tensor: Tensor) -> TraceError:

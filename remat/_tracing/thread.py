@@ -223,11 +223,7 @@ def _capture_tensor(running: Running, tensor: Tensor) -> Tensor:
     if not running.find(tensor):
         if streams.looks_like_state(tensor):
             raise streams.unregistered(f"at {user_line()}")
-        raise refusals.out_of_reach(
-            f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}",
-            "It would become a constant of the trace: its gradient would be lost, and "
-            "later changes would not be seen.",
-        )
+        raise refusals.hidden(tensor)
     if is_lazy(tensor):
         raise refusals.uninitialized(f"used at {user_line()}")
     if tensors.overrides_functions(type(tensor)):

@@ -1,5 +1,6 @@
 """Refusals name the remedy that works, `engine="auto"` follows it, and it gives plain's numbers."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import RematWarning, SideEffectError, TraceError, disabled, remat
+from remat import (
+    CapturedTensorError,
+    RematWarning,
+    SideEffectError,
+    TraceError,
+    disabled,
+    remat,
+)
 from remat.interop.torch import checkpoint, checkpoint_sequential
 from tests.support import assert_bitwise, grads, seeded
 
@@ -113,6 +121,31 @@ def test_a_cache_that_the_first_call_fills(kind: type[nn.Module]) -> None:
     with pytest.warns(RematWarning, match=r"from now on"):
         found = grads(remat(kind(), engine="auto"), [x])
     assert_bitwise(found, grads(kind(), [x]))
+
+
+def test_a_constant_that_hides_in_a_cache() -> None:
+    """Without a gradient nothing is lost where the function reads it anew."""
+
+    @functools.cache
+    def table() -> Tensor:
+        return seeded(4, seed=1)
+
+    def fun(x: Tensor) -> Tensor:
+        return (x.sin() * table()).sin()
+
+    x = seeded(4)
+    expected = grads(fun, [x])
+    match = r"not be seen\. .* Or use engine=\"rerun\", .* with what it reads then"
+    with pytest.raises(CapturedTensorError, match=match):
+        grads(remat(fun), [x])
+
+    with pytest.warns(RematWarning, match=r"from now on"):
+        found = grads(remat(fun, engine="auto"), [x])
+    assert_bitwise(found, expected)
+
+    table().requires_grad_()
+    with pytest.raises(CapturedTensorError, match=r"[Ii]ts gradient would be lost"):
+        grads(remat(fun, engine="auto"), [x.clone()])
 
 
 def test_functions_in_a_row_take_one_input() -> None:
