@@ -148,8 +148,17 @@ class Pull(NamedTuple):
     tracked: tuple[int, ...] = ()
 
 
-def pullback(function: Flat, pull: Pull, *, create_graph: bool = True) -> Flat:
-    """(operands, ..., cotangents) -> the gradients of the wanted operands."""
+def pullback(
+    function: Flat,
+    pull: Pull,
+    *,
+    create_graph: bool = True,
+    grad: Callable[..., Sequence[Tensor | None]] = torch.autograd.grad,
+) -> Flat:
+    """(operands, ..., cotangents) -> the gradients of the wanted operands.
+
+    `grad` takes them by plain autograd, as `torch.autograd.grad` does.
+    """
 
     def gradients(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         operands = list(tensors[: pull.num_operands])
@@ -172,9 +181,7 @@ def pullback(function: Flat, pull: Pull, *, create_graph: bool = True) -> Flat:
         if not create_graph:
             # DTensor's own backward complains of cotangents that could be differentiated.
             given = [autograd.detached(each) for each in given]
-        return torch.autograd.grad(
-            roots, wanted, given, create_graph=create_graph, allow_unused=True
-        )
+        return grad(roots, wanted, given, create_graph=create_graph, allow_unused=True)
 
     return gradients
 

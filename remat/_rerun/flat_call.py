@@ -9,6 +9,7 @@ the forward found them whenever it runs again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import (
     Callable,
@@ -42,7 +43,16 @@ from remat._rerun.dependence import dependent_outputs, require_nothing_hidden
 from remat._rerun.region import Rerun
 from remat._rerun.state import RunState
 from remat._switches.numerics import Numerics
-from remat._torch import autocast, dtensor, dynamo, levels, modes, tracer, trees
+from remat._torch import (
+    autocast,
+    autograd,
+    dtensor,
+    dynamo,
+    levels,
+    modes,
+    tracer,
+    trees,
+)
 from remat._torch.modules import untracked
 from remat._torch.tensors import (
     ASK_FOR_HISTORY,
@@ -212,6 +222,10 @@ class _FlatCall:
         self.state.made.clear()
         with self._prepared(stand_ins, is_again):
             if is_again:
+                if self.reach.captures:
+                    self.state.last = functools.partial(
+                        self._substituted, stand_ins, is_run=False
+                    )
                 self.constants.require_unchanged(self.state.found)
             result = self.fun(*passed.args, **passed.kwargs)
             passed.require_unchanged(self.fun)
@@ -276,16 +290,30 @@ class _FlatCall:
         self, stand_ins: dict[int, Tensor], is_again: bool
     ) -> Generator[None]:
         """Inside, each operand is replaced, and all else is as in the first run."""
-        reach, substituted = self.reach, _Substituted(self, stand_ins)
+        reach = self.reach
         with (
             reach.survey.in_place(but=reach.managed) if is_again else _NOTHING,
             reach.engine.running() if reach.engine else engines.refused(),
-            running_again(substituted.operand_for) if reach.captures else _NOTHING,
-            substituted,
+            self._substituted(stand_ins),
             self.numerics.applied(),
             tracer.own_parametrizations(),
             untracked(),
         ):
+            yield
+
+    @contextlib.contextmanager
+    def _substituted(
+        self, stand_ins: dict[int, Tensor], *, is_run: bool = True
+    ) -> Generator[None]:
+        """Inside, what stands for an operand replaces it: in a run, or in its backward.
+
+        There a user's `autograd.Function` may call a module, whose parameters it has saved.
+        """
+        substituted = _Substituted(self, stand_ins, is_run=is_run)
+        again = (
+            running_again(substituted.operand_for) if self.reach.captures else _NOTHING
+        )
+        with again, substituted:
             yield
 
 
@@ -343,7 +371,10 @@ _IN_A_GRAPH = (
 class _Substituted(TorchFunctionMode):
     """Replaces captured tensors by operands, and notes the generators that are used."""
 
-    def __init__(self, call: _FlatCall, stand_ins: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self, call: _FlatCall, stand_ins: Mapping[int, Tensor], *, is_run: bool
+    ) -> None:
+        self._is_run = is_run
         self._constants, self._state = call.constants, call.state
         self._is_pure = not call.reach.captures
         self._stand_ins = stand_ins
@@ -362,10 +393,9 @@ class _Substituted(TorchFunctionMode):
             if not self._is_pure:
                 dynamo.end_graph(_IN_A_GRAPH)
             return func(*args, **(kwargs or {}))
-        if depth() != self._depth:
-            # A region inside is traced on its own; it has its tensors from `lift`.
-            return func(*args, **(kwargs or {}))
         is_asked = func == GET_GRAD or func in SET_FOR_AUTOGRAD
+        if self._is_left_alone(is_asked):
+            return func(*args, **(kwargs or {}))
         if is_asked or ASK_FOR_HISTORY.get(func) in ("is_leaf", "grad_fn"):
             require_tellable(func, args, kwargs or {}, self._is_operand)
         if func in RESHAPES:
@@ -382,6 +412,14 @@ class _Substituted(TorchFunctionMode):
         self._state.made |= set(map(id, trees.tensor_leaves(out))) - given
         self._state.refuse_draws(func)
         return out
+
+    def _is_left_alone(self, is_asked: bool) -> bool:
+        """Whether nothing is replaced in a call here, which may ask for a `.grad`."""
+        # A region inside is traced on its own; it has its tensors from `lift`.
+        if depth() != self._depth:
+            return True
+        # A hook sees the tensors themselves, with their gradients.
+        return not self._is_run and (is_asked or not autograd.is_in_users_backward())
 
     def _call(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -400,6 +438,8 @@ class _Substituted(TorchFunctionMode):
 
     def operand_for(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor, itself if nothing does; it counts as used."""
+        if not (self._is_run or autograd.is_in_users_backward()):
+            return tensor
         known = self._stand_ins.get(id(tensor))
         if self._state.before is None:
             self._state.used.add(id(tensor))

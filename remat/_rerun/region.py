@@ -105,8 +105,9 @@ class Rerun(WithoutProgram):
         tracked = tuple(k for k in others if k not in given)
         pull = Pull(outputs, tuple(given), len(self.requires_grad), tracked)
         # Under create_graph torch uses other formulas, which are not the same to the bit.
-        first = functions.pullback(self.function, pull, create_graph=False)
-        again = functions.pullback(self.function, pull)
+        grad = self.state.grad
+        first = functions.pullback(self.function, pull, create_graph=False, grad=grad)
+        again = functions.pullback(self.function, pull, grad=grad)
         engine = self.state.engine
         if engine and engine.called:
             first = _accumulating(self.function, pull, engine)

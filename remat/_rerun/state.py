@@ -19,7 +19,7 @@ from remat._generators.python_and_numpy import drawing_from, states
 from remat._generators.trackers import Snapshot
 from remat._graph.meta import TensorMeta
 from remat._rerun import fully_shard
-from remat._torch import isolation, levels, modes, tensors, tracer
+from remat._torch import autograd, isolation, levels, modes, tensors, tracer
 from remat._tracing.refusals import gains_gradient
 from remat._tracing.thread import is_running
 from remat._user_lines import user_line
@@ -96,6 +96,8 @@ class RunState:
         self.torch_functions = modes.torch_function_state()
         self.used: set[int] = set()  # the ids of what operators get, in the first run
         self.made: set[int] = set()  # those of what a run has made, until the next one
+        # What the backward of the last run is in, such that it finds what the run found.
+        self.last: Callable[[], contextlib.AbstractContextManager[None]] | None = None
 
     def note_generator(self, generator: torch.Generator) -> None:
         """Notes the state of a user's generator before the first draw from it."""
@@ -119,6 +121,14 @@ class RunState:
     def around(self) -> contextlib.AbstractContextManager[None]:
         """The first run changes the state; each later one starts from the same."""
         return self._noted() if self.before is None else self._put_back(self.before)
+
+    def grad(self, *given: Any, **how: bool) -> Sequence[Tensor | None]:
+        """`torch.autograd.grad` of the last run, in whose backward stand-ins stand as in the run."""
+        last, self.last = self.last, None
+        if last is None:
+            return vars(torch.autograd)["grad"](*given, **how)
+        with last():
+            return autograd.grad_in_modes(*given, **how)
 
     @contextlib.contextmanager
     def _noted(self) -> Generator[None]:

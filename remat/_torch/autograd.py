@@ -8,8 +8,10 @@ text, and gives the rest public names; a function that says so itself has an end
 import contextlib
 import dataclasses
 import operator
+import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -177,6 +179,40 @@ def backward(
     """`torch.autograd.backward`, which torch has not annotated."""
     function: Any = torch.autograd.backward
     function(outputs, cotangents, inputs=inputs)
+
+
+def grad_in_modes(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    *,
+    create_graph: bool,
+    allow_unused: bool,
+) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad`, in whose backward Python code stays in the modes around.
+
+    torch's own is a torch function, for which the innermost mode is off. Obsolete when it is none.
+    """
+    # The third says whether the graph is kept.
+    given = tuple(outputs), tuple(cotangents), create_graph, create_graph, tuple(inputs)
+    how = {"allow_unreachable": allow_unused, "accumulate_grad": False}
+    return _engine.run_backward(*given, **how)
+
+
+def is_in_users_backward() -> bool:
+    """Whether the backward of a user's `autograd.Function` runs, under `grad_in_modes`.
+
+    It stands on this thread, between that and here; on a thread of a device it stands alone.
+    """
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_code is not grad_in_modes.__code__:
+        if frame.f_code is _BACKWARD:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_BACKWARD: Any = vars(torch.autograd.function.BackwardCFunction)["apply"].__code__
 
 
 def is_plain_autograd() -> bool:

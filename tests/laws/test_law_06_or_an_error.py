@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from remat import (
     CapturedTensorError,
@@ -315,6 +315,43 @@ def test_what_a_cache_keeps_of_a_forward_is_an_error() -> None:
 
     with pytest.raises(CapturedTensorError, match=r"float64\[3\] that requires grad"):
         out.sum().backward()
+
+
+class Adjoint(torch.autograd.Function):
+    """Its backward calls the module once more, as that of an adjoint method does."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x, *weights)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            out = ctx.module(x)
+        wanted = (x, *weights)
+        return None, *torch.autograd.grad(out, wanted, gradients, allow_unused=True)
+
+
+@pytest.mark.contract
+def test_a_backward_that_calls_a_module_again() -> None:
+    """What it takes for its parameters are those that it has saved; they were zero."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    weights = [*module.parameters()]
+
+    def fun(x: Tensor) -> Tensor:
+        return Adjoint.apply(module, x.sin(), *weights).sin()
+
+    x = seeded(2, 3).requires_grad_()
+    expected = torch.autograd.grad(fun(x).sum(), [x, *weights])
+
+    region = remat(fun, engine="rerun")
+    found = torch.autograd.grad(region(x).sum(), [x, *weights])
+
+    assert_bitwise(found, expected)
 
 
 @pytest.mark.contract
