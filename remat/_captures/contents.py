@@ -337,7 +337,8 @@ def code_key(fun: object) -> Hashable:
     if is_simple(fun):
         return fun
     if isinstance(fun, types.BuiltinFunctionType):
-        return "method", fun.__name__, type(fun.__self__)
+        owner = fun.__self__
+        return "method", fun.__name__, owner if isinstance(owner, type) else type(owner)
     kind = type(fun)
     return "object", kind, code_key(getattr(kind, "__call__", None))  # noqa: B004
 

@@ -98,11 +98,13 @@ def _returned_inside(tensor: Tensor, returned: object, where: str) -> SideEffect
 
 def _holders_of_tensor(tensor: Tensor) -> Iterator[Any]:
     """The objects that hold a tensor which was left, a few containers deep."""
-    holders: list[Any] = [tensor]
+    holders: list[Any] = gc.get_referrers(tensor)
     for _ in range(_DEPTH):
-        holders = gc.get_referrers(*holders)
         yield from holders
-        holders = [each for each in holders if isinstance(each, _CONTAINERS)]
+        containers: list[Any] = [
+            each for each in holders if isinstance(each, _CONTAINERS)
+        ]
+        holders = gc.get_referrers(*containers)
 
 
 def _left_tensor_error(tensor: Tensor, where: str) -> SideEffectError:
@@ -135,7 +137,9 @@ def _where_left(tensor: Tensor) -> str:
                 if value is tensor and isinstance(key, str):
                     return f"a name or attribute `{key}`"
     for referrer in referrers:
-        if isinstance(referrer, (list, set)):
+        if isinstance(referrer, types.CellType):
+            return "a closure variable"
+        if isinstance(referrer, (dict, list, set)):
             return f"a {type(referrer).__name__}"  # pyright: ignore[reportUnknownArgumentType]
     return "an object outside the function"
 
@@ -157,14 +161,15 @@ def _left_behind(fakes: Sequence[weakref.ref[Tensor]]) -> tuple[Tensor, ...]:
 def _referrers(things: Sequence[object]) -> list[Any]:
     """The objects that hold one of these, but for frames."""
     found = gc.get_referrers(*things) if things else []
-    return [each for each in found if not isinstance(each, types.FrameType)]
+    others = (each for each in found if each is not things)
+    return [each for each in others if not isinstance(each, types.FrameType)]
 
 
 def take_out(fakes: Sequence[weakref.ref[Tensor]]) -> None:
     """Takes these tensors of a trace out of what holds them, alone or in tuples.
 
-    An entry of a dict goes, and so does an element of a list. An attribute, or a module's
-    global, becomes None, as one is that is filled when it is first asked for.
+    An entry of a dict goes, and so does an element of a list. An attribute, a closure variable
+    or a module's global becomes None, as one is that is filled when it is first asked for.
     """
     tensors = _left_behind(fakes)
     holders = _referrers(tensors)
@@ -180,6 +185,8 @@ def take_out(fakes: Sequence[weakref.ref[Tensor]]) -> None:
         elif isinstance(holder, list):
             elements = cast("list[Any]", holder)
             elements[:] = [each for each in elements if id(each) not in held]
+        elif isinstance(holder, types.CellType):
+            holder.cell_contents = None
         elif type(own) is dict:  # a class has a proxy
             _take_out_of_dict(cast("dict[Any, Any]", own), held, is_namespace=True)
 

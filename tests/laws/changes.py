@@ -362,6 +362,22 @@ def referent_dies() -> State:
     return (lambda x: scaled(x, 2.0 if reference() else 3.0)), holders.clear
 
 
+class Scale(torch.autograd.Function):
+    """A function of the user's, whose `apply` is a method of C."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.factor = FACTOR
+        return x.sin() * FACTOR
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient * ctx.factor
+
+
+apply_scale = Scale.apply
+
+
 CHANGES: dict[str, Callable[[], State]] = {
     "thread_local": lambda: on_context(threading.local),
     "thread_local_class": lambda: on_context(Context),
@@ -389,6 +405,10 @@ CHANGES: dict[str, Callable[[], State]] = {
     "class_attribute_appears": class_attribute_appears,
     "shadowed_class_attribute": lambda: on_holder(
         lambda h: h.shared, lambda h: setattr(h, "shared", 3.0)
+    ),
+    "autograd_function": lambda: (Scale.apply, set_global("FACTOR", 3.0)),
+    "autograd_function_by_its_apply": lambda: (
+        lambda x: apply_scale(x).sin(), set_global("FACTOR", 3.0)
     ),
     "method_overridden": lambda: overridden(lambda h: h.given(), lambda _: 3.0),
     "class_attribute_overridden": lambda: overridden(lambda h: h.factor, 3.0, as_value=True),

@@ -54,8 +54,32 @@ SOURCE = """
     def in_a_list(x):
         LOG.append(torch.arange(float(len(x))))
         return x * LOG[-1]
+
+    def keeping():
+        kept = None
+
+        def inner(x):
+            nonlocal kept
+            if kept is None:
+                kept = torch.arange(float(len(x)))
+            return x * kept
+
+        return inner
+
+    INNER = keeping()
+
+    def in_a_closure(x):
+        return INNER(x)
 """
-NAMES = ["by_size", "in_pairs", "in_a_global", "in_an_attribute", "in_a_list"]
+# With what an error says of where it is.
+NAMES = {
+    "by_size": "in a dict",
+    "in_pairs": "in an object outside the function",
+    "in_a_global": "in a name or attribute `KEPT`",
+    "in_an_attribute": "variable `helper.own` was None",
+    "in_a_list": "in a list",
+    "in_a_closure": "in a closure variable",
+}
 
 
 @pytest.fixture
@@ -81,7 +105,7 @@ def test_a_cache_that_a_trace_fills_is_as_before(library: Any, name: str) -> Non
     fun, x = user_of(getattr(library, name)), seeded(4, dtype=torch.float32)
     region = remat(fun)
 
-    with pytest.raises(SideEffectError):
+    with pytest.raises(SideEffectError, match=NAMES[name]):
         region(x.requires_grad_())
 
     assert_bitwise(fun(x), (x * torch.arange(4.0)).sin())
