@@ -1,7 +1,7 @@
 """`interop.torch`: what torch's own tests of checkpointing ask, and what more is promised.
 
-Tests that stand for one of torch's own name it in their docstring, with its file:
-docs/interop_torch.md is the table of all of them.
+Tests that stand for one of torch's own name it in their docstring, with its file, here and in
+test_torch_*.py: docs/interop_torch.md is the table of all of them.
 """
 
 import contextlib
@@ -21,13 +21,12 @@ from remat.interop.torch import (
     create_selective_checkpoint_contexts,
     noop_context_fn,
 )
-from tests.interop.layers import MM, product, save_mm
+from tests.interop.layers import MM, product
 from tests.support import (
     OperatorCounter,
     assert_bitwise,
     assert_close,
     backward_operators,
-    graphs_of_torch_compile,
     run,
     seeded,
 )
@@ -142,7 +141,7 @@ def test_second_derivative():
 
 @each_variant
 def test_random_numbers(use_reentrant):
-    """test_utils.py: test_checkpoint_rng_cpu."""
+    """test_utils.py: test_checkpoint_rng_cpu, test_checkpoint_rng_gpu on a device."""
     first, second = nn.Dropout(), nn.Dropout()
 
     def gradient(call):
@@ -215,7 +214,7 @@ def test_partial_gradient():
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_autocast(dtype):
-    """test_autograd.py: test_checkpointing_non_reentrant_autocast_cpu."""
+    """test_autograd.py: test_checkpointing_non_reentrant_autocast_cpu, and ..._autocast_gpu."""
 
     def products(x, y, z):
         z = torch.mm(torch.mm(x, y), z)
@@ -274,7 +273,10 @@ def test_custom_function():
 
 
 def test_other_contexts_are_refused():
-    """test_autograd.py: test_checkpointing_without_reentrant_with_context_fn."""
+    """test_autograd.py: test_checkpointing_without_reentrant_with_context_fn.
+
+    test_activation_checkpointing.py: invalid_context.
+    """
     x = seeded(3).requires_grad_()
     with pytest.raises(
         NotImplementedError, match=r"no second run.*Enter the first context"
@@ -499,48 +501,6 @@ def test_what_cannot_be_traced():
         run(functools.partial(checkpoint, branching, engine="rerun"), x),
         run(branching, x),
     )
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    ("options", "num_mm"),
-    [
-        ({}, 3),
-        ({"use_reentrant": True}, 3),
-        ({"context_fn": functools.partial(create_selective_checkpoint_contexts, [MM])}, 2),
-        ({"context_fn": functools.partial(create_selective_checkpoint_contexts, save_mm)}, 2),
-    ],
-    ids=["plain", "reentrant", "list", "policy"],
-)  # fmt: skip
-def test_a_graph_of_torch_compile_holds_a_call(options, num_mm):
-    """As it holds torch's own; the function is handed over inside of what is compiled."""
-    torch.compiler.reset()
-    backend, graphs = graphs_of_torch_compile()
-
-    def loss(x, y):
-        return checkpoint(lambda x: (x @ y).sin().exp(), x, **options).sum()
-
-    compiled = torch.compile(loss, backend=backend, fullgraph=True)
-    args = [seeded(4, 4), seeded(4, 4, seed=1)]
-
-    assert_bitwise(run(compiled, args), run(loss, args))
-    # Two of those in the backward are the derivative's own.
-    assert [each["aten.mm.default"] for each in graphs] == [1, num_mm]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_what_runs_again_ends_a_graph():
-    """It runs between two graphs."""
-    torch.compiler.reset()
-
-    def loss(x):
-        return checkpoint(torch.sin, x.exp(), use_reentrant=False, engine="rerun").sum()
-
-    compiled = torch.compile(loss, backend="aot_eager")
-    args = [seeded(4, 4)]
-
-    assert_bitwise(run(compiled, args), run(loss, args))
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,17 @@ def test_nested_arguments():
         checkpoint(fn, 3, a, b, torch.sin, scale=scale, use_reentrant=True)
 
 
+def test_a_hook_on_the_node_of_the_input():
+    """test_autograd.py: test_nested_checkpoint_same_graph."""
+    a, calls = torch.tensor(1.0, requires_grad=True), []
+    out = nested(lambda a: a.sin().cos().sin())(a)
+    out.grad_fn.next_functions[0][0].register_hook(lambda *_: calls.append(1))
+
+    out.backward()
+
+    assert len(calls) == 1
+
+
 def test_a_backward_inside_a_backward():
     """test_autograd.py: test_nested_checkpoint_reentrant_backwards."""
     a = torch.tensor(1.0, requires_grad=True)

@@ -58,7 +58,7 @@ def is_linear(module):
 
 
 def test_apply_activation_checkpointing():
-    """In place, with torch's arguments, and without torch's change of names."""
+    """test_checkpoint_wrapper.py: test_apply_activation_checkpointing, without its change of names."""
     plain, model = relus(), relus()
     apply_activation_checkpointing(
         model, checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, preserve_rng_state=False), check_fn=is_linear
@@ -101,6 +101,60 @@ def test_checkpoint_wrapper():
     assert "forward" not in vars(module)
     ours, theirs = CheckpointImpl.__members__, peer_wrapper.CheckpointImpl.__members__
     assert [*ours] == [*theirs]
+
+
+class Keywords(nn.Module):
+    """Takes tensors by position, by keyword, and some that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, a, b, c=None, d=None, **_):
+        return tuple(self.linear(each) for each in (a, b, c, d))
+
+
+@pytest.mark.filterwarnings('ignore:.*has no effect on a value that is on "cpu"')
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        *(functools.partial(checkpoint_wrapper, checkpoint_impl=impl) for impl in CheckpointImpl),
+        offload_wrapper,
+    ],
+)  # fmt: skip
+def test_wrapped_modules_take_keywords(wrap):
+    """test_checkpoint_wrapper.py: test_checkpoint_wrapper_kwarg_support."""
+    x = torch.ones(4, 3, requires_grad=True)
+    plain, model = Keywords(), wrap(Keywords())
+
+    found = model(x, x, c=x, d=x, e=x, f=x)
+
+    assert_bitwise(found, plain(x, x, x, x))
+    assert all(each.requires_grad for each in found)
+    assert_bitwise(torch.autograd.grad(found[2].sum(), x), torch.autograd.grad(plain(x, x, x, x)[2].sum(), x))  # fmt: skip
+
+
+def test_states_have_the_names_of_the_plain_module():
+    """test_checkpoint_wrapper.py: test_load_activation_checkpointed_module, test_fqn."""
+    plain: Any = nn.Linear(3, 3)
+    model: Any = checkpoint_wrapper(nn.Linear(3, 3))
+    assert [*model.state_dict()] == [name for name, _ in model.named_parameters()]
+
+    for source, target in ((model, plain), (plain, model)):
+        with torch.no_grad():
+            source.weight.add_(0.5)
+        target.load_state_dict(source.state_dict())
+        assert_bitwise([*target.parameters()], [*source.parameters()])
+
+
+def test_attributes_of_a_wrapped_module():
+    """test_checkpoint_wrapper.py: test_forward_missing_attributes: the module is itself."""
+    module: Any = nn.Sequential(nn.Linear(1, 1))
+    wrapped: Any = checkpoint_wrapper(module)
+    wrapped.own = "bar"
+
+    assert (wrapped[0], wrapped.own) == (module[0], "bar")
 
 
 class Block(nn.Module):
@@ -165,7 +219,10 @@ def test_a_policy_of_fsdp_may_name_options():
 
 @pytest.mark.filterwarnings('ignore:.*has no effect on a value that is on "cpu"')
 def test_offload_wrapper():
-    """What is saved, and inputs, wait in host memory; a region recomputes as before."""
+    """What is saved, and inputs, wait in host memory; a region recomputes as before.
+
+    test_checkpoint_wrapper.py: test_checkpoint_wrapper_cpu_offload, as far as a CPU shows it.
+    """
     plain, model = relus(), relus()
     checkpoint_wrapper(model[4], preserve_rng_state=False)
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=offload_wrapper)
