@@ -83,9 +83,10 @@ class Quantize(AbstractStorage):
         if not value.dtype.is_floating_point or not value.numel() or not is_smaller:
             return Stored.whole(value)
         stored = self._in_groups(examples.reshape(count, size), place.index)
+        decode_rows = stored.decode  # without the parts, which a chain replaces
 
         def decode(parts: Sequence[Tensor]) -> Tensor:
-            decoded = stored.decode(parts).view(shape)
+            decoded = decode_rows(parts).view(shape)
             return decoded.movedim(first, added).contiguous()
 
         return Stored(stored.parts, decode)

@@ -273,6 +273,26 @@ def test_a_value_waits_for_the_backward_alone(name: str) -> None:
     assert all(each() is None for each in seen)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chain_holds_what_its_last_link_made_alone(name: str) -> None:
+    """What an earlier link made is gone as soon as the next one has stored it."""
+    parts: list[weakref.ref[Tensor]] = []
+
+    class Copied(AbstractStorage):
+        """Keeps a copy, and notes what it was given."""
+
+        def store(self, value: Tensor, place: Place = FIRST) -> Stored:
+            parts.append(weakref.ref(value))
+            return Stored((value.clone(),), lambda parts: parts[0].clone())
+
+    value = numbers(7, 37)
+    stored = (STORAGES[name] >> Copied()).store(value)
+
+    assert parts
+    assert all(part() is None or part() is value for part in parts)
+    torch.testing.assert_close(stored.restore(), back(value, STORAGES[name]))
+
+
 def test_nothing_is_stored_without_a_gradient() -> None:
     """Under no_grad, without a tensor that wants one, and where regions are off."""
     own = region("own")
