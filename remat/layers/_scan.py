@@ -22,7 +22,7 @@ from remat._errors import CarryError, refusal
 from remat._graph.meta import TensorMeta
 from remat._switches.numerics import Numerics
 from remat._torch import dynamo, guards, trees
-from remat._tracing.thread import is_lifting, lift
+from remat._tracing.thread import is_lifting
 from remat._user_lines import warn
 from remat.layers import _run_stack, _unrolled
 from remat.layers._links import laid_densely, relaid, resolved, stand_ins
@@ -200,6 +200,10 @@ class _Scan(NamedTuple):
         return carry, tree.around(stacked_rows(rows, self.is_reversed))
 
     def by_regions(self, region: DecoratedFunction[..., Any]) -> tuple[Any, Any]:
+        if is_lifting():
+            # A trace that is repeated for a derivative may find a captured tensor rebound to
+            # one without a gradient; a call looks at what stands for it.
+            return self.loop(region)
         entry, site, captured = region.entry_of(self._stand_ins(), {})
         roots, numerics = site.roots, Numerics.current()
         strides = [meta.stride for meta in self.metas()[: len(self.carry)]]
@@ -208,8 +212,6 @@ class _Scan(NamedTuple):
         def step(carry: Any, x: Any) -> Any:
             laid = map(relaid, trees.tensor_leaves(carry), strides)
             tensors = [*laid, *trees.tensor_leaves(x), *captured]
-            if is_lifting():
-                tensors = list(map(lift, tensors))
             return run(roots, tensors, numerics)
 
         return self.loop(step)

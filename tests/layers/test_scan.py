@@ -496,3 +496,23 @@ def test_a_step_may_write_to_what_it_makes(schedule: AbstractSchedule | None):
         torch.autograd.grad(scan(step, c, xs, schedule=schedule)[0].sum(), (c, xs, w)),
         torch.autograd.grad(loop(step, c, xs)[0].sum(), (c, xs, w)),
     )
+
+
+def test_a_captured_tensor_that_is_rebound_keeps_its_gradient_in_a_region() -> None:
+    """Between forward and backward, to one that needs none."""
+    w = seeded(3, 3).requires_grad_()
+    held = [w]
+
+    def steps(c: Any) -> Any:
+        return scan(lambda c, _: ((c @ held[0]).tanh(), c.sum(-1)), c, length=3)
+
+    c = seeded(2, 3, seed=1).requires_grad_()
+
+    def loss(found: Any) -> Tensor:
+        return found[0].square().sum() + found[1].sum()
+
+    expected = torch.autograd.grad(loss(steps(c)), (c, w))
+    found = loss(remat(steps)(c))
+    held[0] = w.detach() * 2
+
+    assert_close(torch.autograd.grad(found, (c, w)), expected)
