@@ -2,9 +2,9 @@
 
 Where an outer level differentiates a region, the derivative of its backward runs, and soon after
 it that of its forward. Both recompute the forward. The second takes those values from the first,
-which holds them: those of one region at a time, as in a backward of the first order, and those of
-regions before it as long as all are few. Of a stack of regions only the last one's derivatives
-follow each other; those of the others meet again in the opposite order.
+which holds them: those of one region at a time, as in a backward of the first order. Of a stack of
+regions only the last one's derivatives follow each other; those of the others come in the opposite
+order, and what waits for them must be little in all.
 
 What a program takes is known when it has run once after another: values are equal if their steps
 are (`_graph.numbering`), and inputs if they are read alike from one memory that nobody has
