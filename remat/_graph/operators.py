@@ -84,15 +84,17 @@ def viewed(value: ValueLike) -> int | None:
     return getattr(value.args[0], "index", None) if is_view else None
 
 
-@functools.cache
-def returns_view(op: Any) -> bool:
-    """Whether the result of an operator shares storage with an argument."""
+def _has_view_schema(op: Any) -> bool:
     if op in _HIDDEN_VIEWS:
         return True
     if not isinstance(op, schemas.OpOverload):
         return False  # one that takes functions
     aliases = [each.alias_info for each in schemas.schema_of(op).returns]
     return bool(aliases) and all(each and not each.is_write for each in aliases)
+
+
+#: Whether the result of an operator shares storage with an argument.
+returns_view: Callable[[Any], bool] = functools.cache(_has_view_schema)
 
 
 def may_draw(op: Any) -> bool:

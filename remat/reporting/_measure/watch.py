@@ -143,7 +143,7 @@ class StepWatcher(StepListener):
         run = self.stack[-1] if self.stack else None
         if run is not None:
             run.times_s[run.step] = run.times_s.get(run.step, 0.0) + elapsed
-        if not _returns_view(op):  # what a view shows was there before
+        if not operators.returns_view(op):  # what a view shows was there before
             for item, tensor in enumerate(tensors_in(result)):
                 for storage in storages(tensor):
                     self._count(storage, op, item)
@@ -195,7 +195,6 @@ def _finish_work_of(result: Any) -> None:
     finish_work({each.device for each in trees.tensor_leaves(result)})
 
 
-_returns_view = functools.cache(operators.returns_view)
 _is_mutable = functools.cache(operators.is_mutable)
 
 # The operators that have run in this process, which are warmed up.
@@ -204,7 +203,7 @@ _WARM: set[Any] = set()
 
 def _warm_up(op: Any, args: Any, kwargs: Any) -> None:
     """Runs an operator once more, if it is torch's own and that changes nothing."""
-    changes = _returns_view(op) or _is_mutable(op) or operators.may_draw(op)
+    changes = operators.returns_view(op) or _is_mutable(op) or operators.may_draw(op)
     if getattr(op, "namespace", "") == "aten" and not changes:
         _finish_work_of(modes.run_in_mode(op, args, kwargs))
     _WARM.add(op)
