@@ -77,9 +77,7 @@ def is_simple(value: object) -> bool:
         items = cast("tuple[object, ...] | frozenset[object]", value)
         return all(is_simple(item) for item in items)
     if isinstance(value, types.BuiltinFunctionType):
-        owner = (
-            value.__self__
-        )  # of the `apply` of an autograd.Function, the user's class
+        owner = value.__self__  # of an autograd.Function's `apply`, the user's class
         is_shared = isinstance(owner, (types.ModuleType, type, types.NoneType))
         return is_shared and not (isinstance(owner, type) and user_bases(owner))
     if kind.__module__ in _OPERATORS or isinstance(value, numbers.Number):
