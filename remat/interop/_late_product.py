@@ -116,6 +116,16 @@ def _untouchable(what: str) -> TypeError:
     )
 
 
+def _with_bias() -> ValueError:
+    return refusal(
+        ValueError,
+        where=_LOGITS,
+        what="have a bias, which the head got after that call.",
+        why="In tiles they are the product with one weight, and the bias would be left out.",
+        do="Set `bias` of the head to None, or call enable again without `tiled_loss`.",
+    )
+
+
 _LOGITS = "the logits of a model with interop.transformers.enable(tiled_loss=...)"
 
 
@@ -220,10 +230,10 @@ class LateHead:
         through = calling_module()
         head: nn.Linear = self.head if through is None else through
         is_plain = not is_running() and not levels.interpreter_is_active()
-        # It had no bias when the model was enabled; one that it got later counts.
-        is_plain = is_plain and head.bias is None  # pyright: ignore[reportUnnecessaryComparison]
         if not is_plain or not head.training or not torch.is_grad_enabled():
             return type(head).forward(head, x)
+        if head.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            raise _with_bias()
         note_tiled(self)
         rows, weight = map(autocast.in_products, (x, head.weight))
         return LateProduct(rows, weight, self.tiles, rows.dtype)

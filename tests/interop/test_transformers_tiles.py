@@ -220,13 +220,14 @@ def test_a_head_with_a_forward_of_its_own_is_refused(where: str):
         enable(model, tiled_loss=4)
 
 
-def test_a_bias_that_the_head_gets_later_counts():
-    """The logits are whole then."""
+def test_a_bias_that_the_head_gets_later_is_refused_where_it_would_be_lost():
     model = enable(made("Llama"), tiled_loss=4)
     model.lm_head.bias = torch.nn.Parameter(torch.ones(VOCABULARY))
-    whole = disable(copy.deepcopy(model))
 
-    assert_close(model(input_ids=IDS).logits, whole(input_ids=IDS).logits)
+    with pytest.raises(ValueError, match=r"have a bias.*enable again without"):
+        model(input_ids=IDS)
+    whole = disable(copy.deepcopy(model)).eval()
+    assert_close(model.eval()(input_ids=IDS).logits, whole(input_ids=IDS).logits)
 
 
 def test_autocast_computes_the_logits_in_its_dtype():
