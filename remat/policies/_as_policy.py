@@ -100,14 +100,29 @@ def _diagnose_policy(candidate: object) -> tuple[str, str]:
                 f"Pass `policies.save_only_these_names({candidate!r})` to save the "
                 "values of that name, or a policy of `policies` itself, unquoted."
             )
+        case list() | tuple() | set() | frozenset():
+            why = "A collection is not a policy."
+            do = (
+                "Pass `policies.save_only_these_names(*names)` to save the values of "
+                "these names, or join policies with `|`."
+            )
+        case bool() | Save() | Recompute():
+            why = "That is a decision about one value, not a policy."
+            do = (
+                "Pass `policies.everything_saveable` or `policies.nothing_saveable`, "
+                "or a function of a value that returns the decision."
+            )
         case AbstractStorage():
             why = "A storage says how values are kept, not which."
             do = f"Pass `policies.everything_saveable.stored({candidate!r})`."
         case _ if _makes_policies(candidate):
             why = f"`{name}` makes a policy and is not one itself."
             do = f"Call it: `{name}(...)`."
-        case _ if isinstance(candidate, type) or not callable(candidate):
-            why = "A policy is a function of a value."
+        case type():
+            why = f"`{name}` is a class, and a policy is a function of a value."
+            do = "Pass an instance that can be called, or a function."
+        case _ if not callable(candidate):
+            why = "It cannot be called, and a policy is a function of a value."
             do = "Pass a policy of `policies`, a function of a value, or None."
         case _ if not _takes_one_value(cast("Callable[..., Any]", candidate)):
             why = "A policy is called with one `Value` and nothing else."

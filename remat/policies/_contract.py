@@ -453,6 +453,17 @@ def _diagnose_decision(answer: object) -> tuple[str, str, str]:
         case AbstractStorage():
             why = "A storage says how a value is kept, not that it is saved."
             do = f"Return `Save({answer!r})`, or `Recompute()` to drop the value."
+        case AbstractPolicy():
+            shown = f"the policy {answer!r}"
+            why = (
+                "A policy must be asked, and its answer returned; a function that "
+                "makes a policy must be called before it is passed on."
+            )
+            do = "Pass the answered policy itself, or return its answer for the value."
+        case _ if hasattr(answer, "item") and hasattr(answer, "dtype"):
+            shown = f"a `{type(answer).__module__}.{type(answer).__name__}`"
+            why = "An array is not a decision, even with a single element."
+            do = "Return `bool(...)` of it."
         case _:
             shown = f"{answer!r}, of type {type(answer).__name__}"
             why = "A decision is a bool, a `Save` or a `Recompute`."

@@ -80,6 +80,22 @@ BAD_ANSWERS: dict[str, tuple[Any, str]] = {
         "saved. Return `Save(Sparse(min_saving=0.25))`, or `Recompute()` to drop the "
         "value.",
     ),
+    "policy": (
+        nothing_saveable,
+        "the policy nothing_saveable. A policy must be asked, and its answer returned; a "
+        "function that makes a policy must be called before it is passed on. Pass the "
+        "answered policy itself, or return its answer for the value.",
+    ),
+    "numpy": (
+        np.bool_(True),
+        "a `numpy.bool`. An array is not a decision, even with a single element. Return "
+        "`bool(...)` of it.",
+    ),
+    "tensor": (
+        torch.tensor(True),
+        "a `torch.Tensor`. An array is not a decision, even with a single element. Return "
+        "`bool(...)` of it.",
+    ),
     "int": (
         1,
         "1, of type int. A decision is a bool, a `Save` or a `Recompute`. Return "
@@ -163,10 +179,7 @@ def without_hash() -> Any:
     return Rule()
 
 
-NO_FUNCTION = (
-    "A policy is a function of a value. Pass a policy of `policies`, a function of a value, "
-    "or None."
-)
+SAVEABLE = "Pass `policies.everything_saveable` or `policies.nothing_saveable`, or a "
 
 
 def by_torch(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
@@ -186,10 +199,22 @@ NOT_POLICIES: dict[str, tuple[Any, str]] = {
         "got 'attn'. A string is not a policy. Pass `policies.save_only_these_names('attn')` "
         "to save the values of that name, or a policy of `policies` itself, unquoted.",
     ),
-    "list": (["attn"], f"got ['attn']. {NO_FUNCTION}"),
-    "bool": (True, f"got True. {NO_FUNCTION}"),
-    "class": (Save, f"got Save. {NO_FUNCTION}"),
-    "number": (0.5, f"got 0.5. {NO_FUNCTION}"),
+    "list": (
+        ["attn"],
+        "got ['attn']. A collection is not a policy. Pass "
+        "`policies.save_only_these_names(*names)` to save the values of these names, or "
+        "join policies with `|`.",
+    ),
+    "bool": (
+        True,
+        "got True. That is a decision about one value, not a policy. "
+        f"{SAVEABLE}function of a value that returns the decision.",
+    ),
+    "decision": (
+        Recompute(),
+        "got Recompute(). That is a decision about one value, not a policy. "
+        f"{SAVEABLE}function of a value that returns the decision.",
+    ),
     "storage": (
         Keep(),
         "got Keep(). A storage says how values are kept, not which. Pass "
@@ -204,6 +229,16 @@ NOT_POLICIES: dict[str, tuple[Any, str]] = {
         type(save_only_these_names()),
         "got ByNames. `ByNames` makes a policy and is not one "
         "itself. Call it: `ByNames(...)`.",
+    ),
+    "class": (
+        Save,
+        "got Save. `Save` is a class, and a policy is a function of a value. Pass an "
+        "instance that can be called, or a function.",
+    ),
+    "number": (
+        0.5,
+        "got 0.5. It cannot be called, and a policy is a function of a value. Pass a "
+        "policy of `policies`, a function of a value, or None.",
     ),
     "no hash": (
         without_hash(),
