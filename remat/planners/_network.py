@@ -66,7 +66,7 @@ class Network:
         self._cuts: dict[Fraction, tuple[Choice, Choice, Fraction]] = {}
 
     @classmethod
-    @functools.lru_cache(maxsize=256)
+    @functools.lru_cache(maxsize=32)
     def of(cls, problem: Problem) -> Network:
         """The network of a problem, whose budgets ask for much the same prices."""
         return cls(problem)

@@ -66,7 +66,9 @@ def test_each_row_that_holds_has_a_test() -> None:
     ends = tuple(re.findall(r"\.\.\.(_\w+)", text))
 
     assert len(names) > 80
-    assert not {name for name in names if name not in text and not name.endswith(ends)}
+    # Short names stand for parameters of a test, or for the end of a longer name.
+    missing = {name for name in names if not re.search(rf'["_ ]{name}\b', text)}
+    assert not {name for name in missing if not name.endswith(ends)}
 
 
 def gradient(module: Any) -> torch.Tensor:

@@ -10,7 +10,10 @@ from torch import Tensor
 from torch.func import grad
 
 from remat import remat
+from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph, Ref, Value
 from remat._programs import lending
+from remat._programs.program import Program
 from remat._torch import autograd
 from tests.support import LiveBytes, count_operators, seeded
 
@@ -104,9 +107,14 @@ def test_nothing_is_held_after_the_backward() -> None:
     assert memory.live == found.untyped_storage().nbytes()
 
 
-def test_no_more_than_few_values_are_held() -> None:
+@pytest.mark.parametrize(
+    ("few_bytes", "most_loans"),
+    [(8 * X.nbytes, 16), (2**13, 4)],
+    ids=["bytes", "loans"],
+)
+def test_no_more_than_few_values_are_held(few_bytes: int, most_loans: int) -> None:
     """Of any number of regions: the peak grows as it does without lending."""
-    region, few_bytes = remat(layer), 8 * X.nbytes
+    region = remat(layer)
 
     def peak(count: int) -> int:
         run = stack(region, count)
@@ -117,12 +125,13 @@ def test_no_more_than_few_values_are_held() -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(lending, "_FEW_BYTES", few_bytes)
+        patched.setattr(lending, "_MOST_LOANS", most_loans)
         peaks = [peak(count) for count in (6, 12, 24)]
         patched.setattr(autograd, "graph_task", lambda: -1)
         alone = [peak(count) for count in (6, 12, 24)]
 
     for each, without in zip(peaks, alone, strict=True):
-        assert each <= without + few_bytes
+        assert each <= without + 8 * X.nbytes
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -163,3 +172,15 @@ def test_a_tensor_that_was_written_to_is_another_one() -> None:
 
     assert before == same
     assert before != lending._InputIdentity.of(x)
+
+
+@pytest.mark.parametrize("communicates", [True, False])
+def test_what_communicates_lends_nothing(communicates: bool) -> None:
+    """Ranks of unlike sizes would lend unlike values, and not all run the same collectives."""
+    functional: Any = torch.ops._c10d_functional
+    op = functional.wait_tensor.default if communicates else torch.ops.aten.sin.default
+    meta = TensorMeta.of(X)
+    steps = (Value(None, meta=meta), Value(op, (Ref(0),), meta=meta))
+    program = Program(Graph(steps, 1, (Ref(1),)), "backward", is_borrowing=True)
+
+    assert (program._lender is None) == communicates
