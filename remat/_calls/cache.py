@@ -16,13 +16,7 @@ from remat._calls.entry import Entry
 from remat._calls.families import Family
 from remat._calls.options import Settings
 from remat._calls.retraces import TraceHistory
-from remat._calls.routes import (
-    Found,
-    Route,
-    first_holding,
-    route_of,
-    tensor_guard_here,
-)
+from remat._calls.routes import Found, Route, first_holding, route_of, tensor_guard_here
 from remat._calls.signature import CallSite
 from remat._errors import RematError, TraceError, explain
 from remat._graph.meta import without_symbols

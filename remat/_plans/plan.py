@@ -16,13 +16,7 @@ from remat._graph.operators import made_by
 from remat._partition import budgets
 from remat._partition.decide import fingerprint
 from remat._partition.peak import Peaks
-from remat._plans.json_parts import (
-    as_plain,
-    fields_of,
-    name_of,
-    to_problem,
-    to_storage,
-)
+from remat._plans.json_parts import as_plain, fields_of, name_of, to_problem, to_storage
 from remat._torch.tensors import memory_of
 from remat.planners import Problem, Solution, solve_cut, solve_milp
 from remat.policies import AbstractPolicy, Budget, Planned

@@ -143,10 +143,7 @@ def _gradients(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...
 
 
 def _repeat_backward(
-    ctx: Any,
-    known: Followed,
-    cotangents: Sequence[Any],
-    found: levels.ShortLevels,
+    ctx: Any, known: Followed, cotangents: Sequence[Any], found: levels.ShortLevels
 ) -> Sequence[Tensor] | None:
     """The gradients by a known program; None for the long way, which says what is wrong."""
     call: Call = ctx.call

@@ -16,10 +16,7 @@ from torch._C import DispatchKey
 from torch._higher_order_ops import utils
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import (
-    ProxyTorchDispatchMode,
-    track_tensor_tree,
-)
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
 
 _utils: Any = utils
 _operator: Any = torch.ops.higher_order.while_loop

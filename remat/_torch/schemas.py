@@ -28,10 +28,7 @@ FUSED_NORM_BACKWARD: OpOverload = torch.ops.aten._fused_rms_norm_backward.defaul
 # Backwards without a derivative, and what they compute.
 DECOMPOSED: dict[Any, Callable[..., Any]] = {
     op: decomposition_table[op]
-    for op in (
-        torch.ops.aten.native_group_norm_backward.default,
-        FUSED_NORM_BACKWARD,
-    )
+    for op in (torch.ops.aten.native_group_norm_backward.default, FUSED_NORM_BACKWARD)
 }
 
 

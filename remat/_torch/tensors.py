@@ -44,15 +44,9 @@ RESHAPES: dict[Any, str] = {
 ASK_FOR_MEMORY = (Tensor.data_ptr, Tensor.untyped_storage)
 # What reads it past all operators or hands it out: pickles, shared memory, DLPack, Python's numbers.
 READ_MEMORY: tuple[Any, ...] = (
-    _Tensor.storage,
-    _Tensor._typed_storage,
-    _Tensor.__reduce_ex__,
-    _Tensor.share_memory_,
-    _Tensor.__dlpack__,
-    _Tensor.apply_,
-    _Tensor.map_,
-    _Tensor.map2_,
-)
+    _Tensor.storage, _Tensor._typed_storage, _Tensor.__reduce_ex__, _Tensor.share_memory_,
+    _Tensor.__dlpack__, _Tensor.apply_, _Tensor.map_, _Tensor.map2_,
+)  # fmt: skip
 #: What asks how a tensor came to be, by the name of each: what stands for it is another one.
 ASK_FOR_HISTORY: dict[Any, str] = {
     cast("Any", Tensor.is_leaf).__get__: "is_leaf",

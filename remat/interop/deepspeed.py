@@ -226,9 +226,7 @@ def reset() -> None:
     release_host_memory()
 
 
-def _read_section(
-    config: Mapping[str, Any] | str | Path | None,
-) -> dict[str, Any]:
+def _read_section(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     """What a DeepSpeed configuration says of checkpointing, as options of `configure`."""
     if config is None:
         return {}

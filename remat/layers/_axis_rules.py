@@ -168,17 +168,9 @@ class AxisStep:
 Rule: TypeAlias = Callable[[AxisStep], Along | Total | None]
 
 _POINTWISE = (
-    "clone",
-    "_to_copy",
-    "lift_fresh_copy",
-    "native_dropout",
-    "bernoulli",
-    "complex",
-    "polar",
-    "hardswish",
-    "_prelu_kernel",
-    "log_sigmoid_forward",
-)
+    "clone", "_to_copy", "lift_fresh_copy", "native_dropout", "bernoulli", "complex", "polar",
+    "hardswish", "_prelu_kernel", "log_sigmoid_forward",
+)  # fmt: skip
 _PARTS = frozenset(["select", "slice", "diagonal", "as_strided", "unfold", "split"])
 
 

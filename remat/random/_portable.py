@@ -20,14 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from remat.random._philox import (
-    Words,
-    as_int64,
-    block,
-    blocks,
-    blocks_of_piece,
-    tiles,
-)
+from remat.random._philox import Words, as_int64, block, blocks, blocks_of_piece, tiles
 
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _STEP = 2.0**-32

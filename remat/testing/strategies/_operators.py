@@ -87,10 +87,7 @@ _TABLES = {
         "write_after_view": "{out} = {0} + 1.0\n{other} = {out}.mT\n{out}.tanh_()",
         "fill_masked": "{out} = torch.cos({0})\n{out}.masked_fill_({0} > 0.1, 0.5)",
     },
-    "capture": {
-        "global_number": "{out} = {0} * ALPHA",
-        "module": "{out} = LAYER({0})",
-    },
+    "capture": {"global_number": "{out} = {0} * ALPHA", "module": "{out} = LAYER({0})"},
     # On contiguous values: for others, torch itself assigns numbers to elements differently
     # under plain autograd and torch.func.
     "draw": {
