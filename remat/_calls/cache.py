@@ -32,21 +32,14 @@ from remat._user_lines import warn
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """What the traces of one function's code have cost.
+    """What the traces of one function's code have cost."""
 
-    Attributes:
-        hits: calls that found a trace.
-        misses: calls that had to trace.
-        maxsize: how many traces are kept at most; those used longest ago are dropped.
-        currsize: traces kept.
-        trace_s: seconds spent tracing, for each trace kept. The first trace of a
-            process also loads torch's tracer, about a second, which is not counted.
-    """
-
-    hits: int
-    misses: int
-    maxsize: int
-    currsize: int
+    hits: int  # calls that found a trace
+    misses: int  # calls that had to trace
+    maxsize: int  # how many traces are kept; those used longest ago are dropped
+    currsize: int  # traces kept
+    #: Seconds spent tracing, for each trace kept. The first trace of a process also loads
+    #: torch's tracer, about a second, which is not counted.
     trace_s: tuple[float, ...]
 
 

@@ -46,30 +46,22 @@ Solver = Callable[[Problem, int, str], Solution]
 @final
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A value that may be saved: its class, and a way to wait for each option."""
+    """A value that may be saved."""
 
-    number: int
-    storages: tuple[AbstractStorage, ...]
+    number: int  # its class
+    storages: tuple[AbstractStorage, ...]  # a way to wait for each option
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A joint graph as a planner sees it.
+    """A joint graph as a planner sees it."""
 
-    Attributes:
-        analysis: the joint graph.
-        items: those of the problem, in order.
-        problem: what a planner solves.
-        costs: what a step is counted as.
-        workspace: what kernels hold inside.
-    """
-
-    analysis: Analysis
-    items: tuple[Item, ...]
-    problem: Problem
-    costs: Costs
-    workspace: Workspace = known_workspace
+    analysis: Analysis  # the joint graph
+    items: tuple[Item, ...]  # those of the problem, in order
+    problem: Problem  # what a planner solves
+    costs: Costs  # what a step is counted as
+    workspace: Workspace = known_workspace  # what kernels hold inside
 
     def decisions(self, choice: Sequence[int | None]) -> Decisions:
         """A planner's choice as a policy's answers."""

@@ -27,20 +27,14 @@ _Storage = tuple[int, int]
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peaks:
-    """The most that a call and its backward hold and make, in bytes.
+    """The most that a call and its backward hold and make, in bytes."""
 
-    Attributes:
-        forward: in the forward, what it saves and returns included.
-        backward: in the backward, what waited for it and what comes back included; what the
-            forward returned is not, unless it waited.
-        shared: of what waits, what the forward also returned: its caller may hold it, too.
-        returned: what the forward returned and does not wait.
-    """
-
-    forward: int
+    forward: int  # in the forward, what it saves and returns included
+    #: In the backward, what waited for it and what comes back included; what the forward
+    #: returned is not, unless it waited.
     backward: int
-    shared: int
-    returned: int
+    shared: int  # of what waits, what the forward also returned: its caller may hold it
+    returned: int  # what the forward returned and does not wait
 
     @property
     def of_step(self) -> int:

@@ -36,47 +36,32 @@ _Key = weakref.ref[torch.UntypedStorage]
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stretch:
-    """A part of a step: a region's forward or backward, or what runs between two of these.
+    """A part of a step: a region's forward or backward, or what runs between two of these."""
 
-    Attributes:
-        half: "forward" or "backward" of a region; "" around regions.
-        region: which region; around regions the last one that ran, -1 before the first.
-        before: the bytes that live when it begins, without what regions save.
-        peak: the most that live in it, likewise; of a region's half as many as `before`.
-        gradients: of `before`, those of the gradients of parameters.
-        waiting: the regions whose forward ran, and whose last backward did not.
-        returned: of these, those of which an output lives throughout.
-        is_retained: whether it is a backward that frees nothing of what was saved.
-    """
-
-    half: str
+    half: str  # "forward" or "backward" of a region; "" around regions
+    #: Which region; around regions the last one that ran, -1 before the first.
     region: int
-    before: int
-    peak: int
-    gradients: int
+    before: int  # the bytes that live when it begins, without what regions save
+    peak: int  # the most that live in it, likewise; of a region's half as many as `before`
+    gradients: int  # of `before`, those of the gradients of parameters
+    #: The regions whose forward ran, and whose last backward did not.
     waiting: frozenset[int]
-    returned: frozenset[int]
+    returned: frozenset[int]  # of these, those of which an output lives throughout
+    #: Whether it is a backward that frees nothing of what was saved.
     is_retained: bool = False
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recording:
-    """What a step was seen to do, on one device.
+    """What a step was seen to do, on one device; sizes in bytes."""
 
-    Attributes:
-        stretches: its parts, in order.
-        parameters: bytes of the parameters.
-        others: bytes of buffers and of what the step was given.
-        state: bytes that the optimizer keeps from step to step.
-        update: the bytes of gradients and of the rest that live when the optimizer begins,
-            and the most that it makes beside its state.
-    """
-
-    stretches: tuple[Stretch, ...]
-    parameters: int
-    others: int
-    state: int
+    stretches: tuple[Stretch, ...]  # its parts, in order
+    parameters: int  # of the parameters
+    others: int  # of buffers and of what the step was given
+    state: int  # that the optimizer keeps from step to step
+    #: Of gradients and of the rest that live when the optimizer begins, and the most that it
+    #: makes beside its state.
     update: tuple[int, int, int]
 
 

@@ -30,14 +30,10 @@ _CLEARLY = 0.05
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loads:
-    """What lives at the moments of a step, as a sum over the plans of its calls.
+    """What lives at the moments of a step, as a sum over the plans of its calls."""
 
-    Attributes:
-        fixed: the bytes at each moment that no plan changes.
-        added: from the place of a call and its plan to what the plan adds at each moment.
-    """
-
-    fixed: Sequence[int]
+    fixed: Sequence[int]  # the bytes at each moment that no plan changes
+    #: From the place of a call and its plan to what the plan adds at each moment.
     added: Callable[[int, Plan], Sequence[int]]
 
     def peak(self, plans: Sequence[Plan]) -> int:
@@ -76,20 +72,15 @@ class PeakLimit:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Search:
-    """What a search for a peak found.
+    """What a search for a peak found."""
 
-    Attributes:
-        found: the plans that recompute least; if nothing fits, those of the lowest peak
-            that the solver came upon.
-        limit: the most that may live at one moment.
-        peak: the most that lives at one moment by them.
-        neighbors: a line for the lowest peak of plans that recompute a hundredth less, and one
-            for the least recomputation with a peak so much lower, where there are such.
-    """
-
+    #: The plans that recompute least; if nothing fits, those of the lowest peak that the
+    #: solver came upon.
     found: Sequence[Plan]
-    limit: int
-    peak: int
+    limit: int  # the most that may live at one moment
+    peak: int  # the most that lives at one moment by them
+    #: A line for the lowest peak of plans that recompute a hundredth less, and one for the
+    #: least recomputation with a peak so much lower, where there are such.
     neighbors: str = ""
 
     @property

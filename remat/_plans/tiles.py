@@ -20,18 +20,12 @@ _Found = tuple[Search, _T]
 @final
 @dataclasses.dataclass(frozen=True)
 class TilesRow:
-    """In how many tiles a function is to run, and its equals in other modules.
+    """In how many tiles a function is to run, and its equals in other modules."""
 
-    Attributes:
-        name: its qualified name.
-        tiles: the number that was chosen.
-        before: the number that it had.
-        functions: what has the number as its `tiles`.
-    """
-
-    name: str
-    tiles: int
-    before: int
+    name: str  # its qualified name
+    tiles: int  # the number that was chosen
+    before: int  # the number that it had
+    #: What has the number as its `tiles`.
     functions: tuple[Any, ...] = dataclasses.field(repr=False)
 
     def apply(self) -> None:
