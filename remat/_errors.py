@@ -2,18 +2,24 @@
 
 Each message has four parts, in this order: where (value, shape, dtype, the user's
 file:line), what happened, why that is refused, and what to do. `explain` joins them, so
-that no message loses one, and `refusal` makes an error of them. Each class also derives
-from the built-in exception that a caller would catch without knowing this package.
+that no message loses one; `RematError.of`, and `refusal` for Python's own errors, makes an
+error of them. Each class also derives from the built-in exception that a caller would catch
+without knowing this package.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Self, TypeVar
 
 _E = TypeVar("_E", bound=Exception)
 
 
 class RematError(Exception):
     """The root of every error that this package raises on purpose."""
+
+    @classmethod
+    def of(cls, *, where: str, what: str, why: str, do: str) -> Self:
+        """The error with the four parts of its message."""
+        return cls(explain(where=where, what=what, why=why, do=do))
 
 
 class TraceError(RematError, RuntimeError):

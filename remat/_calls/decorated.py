@@ -23,7 +23,7 @@ from remat._calls.options import Settings, why_out_of_graphs
 from remat._calls.residuals import Residual, residuals_of
 from remat._calls.routes import MISSED
 from remat._calls.signature import CallSite, Statics, call_site
-from remat._errors import CapturedTensorError, RematError, refusal
+from remat._errors import CapturedTensorError, RematError
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.out_of_memory import name_of
@@ -342,8 +342,7 @@ class MethodRegion(DecoratedFunction[_P, _R]):
         for each in holders:
             is_other = type(each) is dict and each is not own
             if is_other and own.keys() <= cast("dict[str, Any]", each).keys():
-                raise refusal(
-                    CapturedTensorError,
+                raise CapturedTensorError.of(
                     where=self._where,
                     what="is called directly, and stands in a copy of its module too.",
                     why="A copy of a module's attributes shares its regions, and these cannot "

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from remat import _captures
-from remat._errors import StaticArgumentError, refusal
+from remat._errors import StaticArgumentError
 from remat._graph.meta import TensorMeta, layout_of
 from remat._regions.functions import Roots
 from remat._switches.numerics import Numerics
@@ -301,8 +301,7 @@ def _with_wrapped_statics(
 
 def _static_argument(value: Any, name: str) -> _Static:
     if isinstance(value, Tensor):
-        raise refusal(
-            StaticArgumentError,
+        raise StaticArgumentError.of(
             where=f"the static argument `{name}`",
             what=f"is a tensor, {TensorMeta.of(value)}.",
             why="Static arguments are compared by == and hash; a tensor would "
@@ -312,8 +311,7 @@ def _static_argument(value: Any, name: str) -> _Static:
     try:
         hash(value)
     except TypeError as error:
-        raise refusal(
-            StaticArgumentError,
+        raise StaticArgumentError.of(
             where=f"the static argument `{name}` of type {type(value).__name__}",
             what=f"cannot be hashed ({error}).",
             why="Static arguments are compared by == and hash at each call.",
@@ -360,8 +358,7 @@ def static_key(leaf: object) -> Hashable | None:
 
 
 def _numpy_argument(leaf: Any, label: str) -> StaticArgumentError:
-    return refusal(
-        StaticArgumentError,
+    return StaticArgumentError.of(
         where=f"the argument `{label}`",
         what=f"is a numpy {type(leaf).__name__}.",
         why="It is not a tensor and cannot be compared at each call, so its contents would "
@@ -372,8 +369,7 @@ def _numpy_argument(leaf: Any, label: str) -> StaticArgumentError:
 
 
 def _hidden_argument(leaf: Any, label: str) -> StaticArgumentError:
-    return refusal(
-        StaticArgumentError,
+    return StaticArgumentError.of(
         where=f"the argument `{label}`",
         what=f"is a {type(leaf).__name__}, which hides its contents.",
         why="Its contents can be neither traced nor compared at each call: gradients would "

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from remat._calls.entry import Entry
-from remat._errors import RematError, refusal
+from remat._errors import RematError
 from remat._switches.blocks import is_disabled
 from remat._torch import dynamo, levels, sizes
 from remat._user_lines import WithLines
@@ -167,8 +167,7 @@ def require_recordable(entry: Entry, where: str) -> None:
 
 def _not_recordable(where: str, does: str, why: str, do: str) -> _NotRecordable:
     """The error of a region that does what a graph cannot hold."""
-    return refusal(
-        _NotRecordable,
+    return _NotRecordable.of(
         where=where,
         what=f"is called under torch.compile, and {does}",
         why=why,

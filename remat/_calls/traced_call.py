@@ -14,7 +14,7 @@ from torch import Tensor
 
 from remat import _captures
 from remat._calls.signature import CallSite, Layout
-from remat._errors import ImplicitRandomnessError, MutationError, refusal
+from remat._errors import ImplicitRandomnessError, MutationError
 from remat._generators import python_and_numpy, streams
 from remat._graph import operators
 from remat._graph.joint import Joint
@@ -206,8 +206,7 @@ def require_lawful(
         is_buffer = operand >= count and traced.survey.is_buffer(id(tensor))
         if meta.requires_grad and not is_buffer:
             source = joint.graph.values[new.index].source
-            raise refusal(
-                MutationError,
+            raise MutationError.of(
                 where=f"{names[operand]} ({meta}) at {source}",
                 what="is changed in place by the function.",
                 why="The recomputation would start from the changed value, and the "
@@ -224,8 +223,7 @@ def _require_random_by_keys(joint: Joint, rng: str | None) -> None:
     for index, value in enumerate(joint.graph.values):
         explicit = operators.draws_from(value)
         if explicit is not None and rng == "preserve":
-            raise refusal(
-                ImplicitRandomnessError,
+            raise ImplicitRandomnessError.of(
                 where=label(joint.graph, index),
                 what=f"the function draws from a generator of its own, {explicit!r}.",
                 why='rng="preserve" records the default generators; this one '

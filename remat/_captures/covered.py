@@ -16,7 +16,7 @@ from torch import Tensor
 from remat._captures import places
 from remat._captures.places import MISSING, Label, Step
 from remat._captures.reads import GENERATED
-from remat._errors import RecomputationError, refusal
+from remat._errors import RecomputationError
 from remat._generators import trackers
 
 
@@ -277,8 +277,7 @@ def _mend_spot(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -
             case _:
                 raise TypeError("only simple values can be restored")
     except places.NOT_THERE as error:
-        raise refusal(
-            RecomputationError,
+        raise RecomputationError.of(
             where=str(spot.label),
             what=f"changed after the forward: {_breach_in_words(spot, value)}.",
             why=f"The backward needs the old value, but {error}.",

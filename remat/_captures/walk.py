@@ -24,7 +24,7 @@ from remat._captures import contents, places
 from remat._captures.contents import Content
 from remat._captures.library import line_of_name, mentions
 from remat._captures.places import MISSING, Label, Step, is_simple
-from remat._errors import RecomputationError, refusal
+from remat._errors import RecomputationError
 from remat._torch.modules import made_by_hooks, refresh_second_places
 from remat._torch.tensors import same_bits
 
@@ -223,8 +223,7 @@ class Survey:
                 try:
                     places.write_place(owner, step, before)
                 except places.NOT_THERE as error:
-                    raise refusal(
-                        RecomputationError,
+                    raise RecomputationError.of(
                         where=str(node.label.then(owner, step)),
                         what="cannot be restored to its value in the forward.",
                         why="The function runs again in the backward, and would see "

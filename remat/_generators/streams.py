@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from remat._errors import ImplicitRandomnessError, SideEffectError, refusal
+from remat._errors import ImplicitRandomnessError, SideEffectError
 from remat._generators import device_states, trackers
 from remat._generators.trackers import Tracker
 from remat._torch import schemas
@@ -147,8 +147,7 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
         with trackers.plainly():
             changed = trace.leave()
     if changed:
-        raise refusal(
-            SideEffectError,
+        raise SideEffectError.of(
             where=changed[0],
             what="was set to another state by a function while it was traced, or "
             "forked while it was in a fork of that name.",
@@ -206,8 +205,7 @@ def is_state(tensor: Tensor) -> bool:
 
 def implicit(where: str) -> ImplicitRandomnessError:
     """The error for a function that must draw from keys and draws from a generator."""
-    return refusal(
-        ImplicitRandomnessError,
+    return ImplicitRandomnessError.of(
         where=where,
         what="the function draws from a torch.Generator.",
         why='Under rng="keys" all randomness comes from keys, so that a '
@@ -219,8 +217,7 @@ def implicit(where: str) -> ImplicitRandomnessError:
 
 def unregistered(where: str) -> ImplicitRandomnessError:
     """The error for a function that sets a generator to a state of no stream."""
-    return refusal(
-        ImplicitRandomnessError,
+    return ImplicitRandomnessError.of(
         where=where,
         what="the function sets a generator's state.",
         why="A trace cannot see where that state comes from, and would draw from "

@@ -17,7 +17,7 @@ from typing import final
 
 import torch
 
-from remat._errors import BudgetError, refusal
+from remat._errors import BudgetError
 from remat._graph.flops import step_flops
 from remat._graph.meta import TensorMeta, metas_in
 from remat._partition import free_memory
@@ -273,8 +273,7 @@ def _peak_not_met(
         what = f"no plan fits the {free} bytes that are free on {device}."
         why = "A tenth is kept in reserve. "
         do = f"Free {-(-least // (1 - _RESERVE))} bytes, the least that suffices"
-    return refusal(
-        BudgetError,
+    return BudgetError.of(
         where=where,
         what=what,
         why=f"{why}The lowest predicted peak is {least} bytes, of a plan that saves "

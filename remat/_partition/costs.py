@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._errors import PolicyError, refusal
+from remat._errors import PolicyError
 from remat._generators import device_states
 from remat._graph import operators
 from remat._graph.flops import step_flops
@@ -84,8 +84,7 @@ def _measured(metas: Iterable[TensorMeta]) -> Costs:
     decided alike: the median of a few runs. An operand on the meta device is refused.
     """
     if any(meta.device.type == "meta" for meta in metas):
-        raise refusal(
-            PolicyError,
+        raise PolicyError.of(
             where='costs="measured"',
             what="got arguments without data, on the meta device.",
             why="An operator must run to be timed.",
@@ -128,8 +127,7 @@ def _measured_workspace(value: Value, values: Sequence[Value] = ()) -> int:
 
 
 def _not_on_zeros(value: Value, why: str) -> PolicyError:
-    return refusal(
-        PolicyError,
+    return PolicyError.of(
         where=" at ".join(filter(None, (operators.short_name(value.op), value.source))),
         what="cannot be run on zeros, as operators are to be measured.",
         why=why,
@@ -152,8 +150,7 @@ def _time_ns(value: Value, values: Sequence[Value]) -> int:
 
 def _workspace_bytes(value: Value, values: Sequence[Value]) -> int:
     if allocator.is_profiled():
-        raise refusal(
-            PolicyError,
+        raise PolicyError.of(
             where='a peak with costs="measured"',
             what="was asked for while a profiler runs.",
             why="What kernels hold inside is read from torch's profiler.",

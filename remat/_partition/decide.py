@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 
 from remat import policies
-from remat._errors import PolicyError, refusal
+from remat._errors import PolicyError
 from remat._graph import operators
 from remat._graph.meta import Meta, TensorMeta
 from remat._graph.values import Ref
@@ -63,8 +63,7 @@ class _ProgramValues:
             share = max(plan.budget_bytes, fixed_bytes(self.analysis))
             return self.within(Budget(share))
         if found != plan.fingerprint:
-            raise refusal(
-                PolicyError,
+            raise PolicyError.of(
                 where=f"a plan with the fingerprint {plan.fingerprint}",
                 what=f"got a different program, with the fingerprint {found}.",
                 why="A plan says for each value of one program whether it is saved. "

@@ -331,8 +331,7 @@ def _outside() -> Generator[None]:
 def _require_given(tensors: Iterable[Tensor]) -> None:
     for each in tensors:
         if each.requires_grad and not fakes.is_fake(each):
-            raise refusal(
-                CapturedTensorError,
+            raise CapturedTensorError.of(
                 where=f"fit(step), at {user_line()}",
                 what=f"reads a tensor {TensorMeta.of(each)} that requires grad and is no "
                 "argument.",

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import torch
 
-from remat._errors import PolicyError, refusal
+from remat._errors import PolicyError
 from remat.planners import Option, Problem, Step
 from remat.storage import AbstractStorage, Chain, links_of
 from remat.storage._contract import own_classes
@@ -42,8 +42,7 @@ def _from_storage(storage: AbstractStorage | None) -> Any:
     kind = type(storage).__name__
     fields = fields_of(storage) if own_classes().get(kind) is type(storage) else None
     if fields is None or not all(isinstance(each, _PLAIN) for each in fields.values()):
-        raise refusal(
-            PolicyError,
+        raise PolicyError.of(
             where="Plan.to_json()",
             what=f"the storage {storage!r} cannot be written as text.",
             why="Only storages of this package can, if they have no device mesh and "

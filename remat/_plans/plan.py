@@ -182,8 +182,7 @@ class Plan:
             PolicyError: the other plan is for another program.
         """
         if other.fingerprint != self.fingerprint:
-            raise refusal(
-                PolicyError,
+            raise PolicyError.of(
                 where="Plan.diff(other)",
                 what=f"the programs differ: {self.fingerprint} and "
                 f"{other.fingerprint}.",

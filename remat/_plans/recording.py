@@ -272,8 +272,7 @@ def _require_loss(loss: object) -> None:
     """Refuses a step whose result is no number, or none that can be differentiated."""
     is_tensor = isinstance(loss, Tensor)
     if is_tensor and not loss.requires_grad:
-        raise refusal(
-            TraceError,
+        raise TraceError.of(
             where=_WHERE,
             what="the loss of the step has no gradient.",
             why="It depends on no parameter, or on gradients of regions that the step "
@@ -298,8 +297,7 @@ def _differentiate(loss: Tensor, leaves: Sequence[Tensor]) -> None:
     except RuntimeError as error:
         if not is_done:
             raise
-        raise refusal(
-            TraceError,
+        raise TraceError.of(
             where=_WHERE,
             what="the step calls `.backward()` itself.",
             why="A step is planned as its loss, which is differentiated then, and by now "
@@ -371,8 +369,7 @@ def _optimizer_bytes(
             again = live.peak = live.now
             made.step()
     except (AttributeError, RuntimeError, TypeError) as error:
-        raise refusal(
-            TraceError,
+        raise TraceError.of(
             where=f"the step of {type(made).__name__}, in fit or modules.plan",
             what="does not run on tensors without data.",
             why=f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".") + ".",
@@ -403,8 +400,7 @@ def without_data(tree: Any, where: str) -> Generator[Any]:
         if not fakes.lacking(error):
             raise
         line, first = line_of(error), str(error).partition("\n")[0].rstrip(".")
-        raise refusal(
-            TraceError,
+        raise TraceError.of(
             where=f"{where}, at {line}" if line else where,
             what=f"needs the numbers of a tensor around its regions ({first}).",
             why="A step is planned on tensors without data.",
@@ -415,8 +411,7 @@ def without_data(tree: Any, where: str) -> Generator[Any]:
 def require_no_transform() -> None:
     """Refuses a region under a transform of torch.func, where no stand-in can stand."""
     if levels.current_interpreter() is not None:
-        raise refusal(
-            TraceError,
+        raise TraceError.of(
             where=_WHERE,
             what="a region of the step is called under a transform of torch.func.",
             why="A step is planned as its loss, which autograd differentiates.",

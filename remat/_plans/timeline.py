@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import final
 
-from remat._errors import BudgetError, refusal
+from remat._errors import BudgetError
 from remat._plans.plan import Plan
 from remat._plans.recording import Recording, Stretch
 from remat._plans.shares import Loads
@@ -180,8 +180,7 @@ def _where(stretch: Stretch, phase: str, names: Sequence[str]) -> str:
 def over_the_limit(where: str, limit: int, found: Timeline) -> BudgetError:
     """The error of a step whose lowest peak is above a limit."""
     least = found.peak.size_bytes
-    return refusal(
-        BudgetError,
+    return BudgetError.of(
         where=where,
         what=f"no plan that was tried keeps the step within {limit} bytes; the lowest peak is "
         f"{show_size(least - limit)} above.",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from remat._errors import RecomputationError, refusal
+from remat._errors import RecomputationError
 from remat._graph.values import Graph
 from remat._programs.program import Program
 from remat._torch import tracer
@@ -40,8 +40,7 @@ def _differs(label: str, first: Tensor, second: Tensor) -> RecomputationError:
     count = int(different.sum())
     place = int(different.flatten().to(torch.uint8).argmax()) if count else 0
     was, now = (each.flatten()[place].item() for each in (first, second))
-    return refusal(
-        RecomputationError,
+    return RecomputationError.of(
         where=label,
         what=f"the recomputation differs from the forward in {count} of "
         f"{first.numel()} elements, first in element {place}: {was!r} was saved, {now!r} is "

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from remat._errors import RecomputationError, TraceError, refusal
+from remat._errors import RecomputationError, TraceError
 from remat._graph.joint import Joint, View
 from remat._graph.merging import merge
 from remat._graph.meta import TensorMeta, is_spread
@@ -157,8 +157,7 @@ def require_parts(placements: Sequence[Any], asked: Asked) -> None:
 
 def mapped_in_parts() -> TraceError:
     """The error of a region that is mapped after its DTensors were traced."""
-    return refusal(
-        TraceError,
+    return TraceError.of(
         where="a region that computes with DTensors",
         what="is mapped by vmap, or its backward is, after it was traced outside vmap.",
         why="vmap's wrappers hide the placements of a DTensor.",
@@ -191,8 +190,7 @@ def _locate_saved(
         for each in (first, again)
     )
     if ops != ops_again:
-        raise refusal(
-            RecomputationError,
+        raise RecomputationError.of(
             where="a region's backward",
             what="the function ran other operators than when it was first traced.",
             why="The backward for these cotangents is traced anew, and must find "

@@ -108,8 +108,7 @@ def require_recordable(cotangents: Sequence[Tensor]) -> None:
 def second_derivative(call: Call) -> SecondDerivativeError:
     """The error of differentiating a gradient that was taken under `first_order()`."""
     labels = ", ".join(call.labels) or "none"
-    return refusal(
-        SecondDerivativeError,
+    return SecondDerivativeError.of(
         where=f"the gradient of a region with the operands {labels}",
         what="is differentiated in reverse mode.",
         why="The region was called under first_order(), which keeps nothing that a "
@@ -125,8 +124,7 @@ def _modified(
     others = (
         f", like {len(changed) - 1} more of its tensors" if len(changed) > 1 else ""
     )
-    return refusal(
-        SavedTensorModifiedError,
+    return SavedTensorModifiedError.of(
         where=f"{_named(ctx, changed)}, which waits for the backward of the region "
         f"{out_of_memory.name_of(call.roots[0])}",
         what=f"was changed in place since the forward{others}.",

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat._errors import RematError, refusal
+from remat._errors import RematError
 from remat._graph.meta import TensorMeta, unexpanded_shape
 from remat._regions import prefetch
 from remat._torch import dtensor, fakes, tracer
@@ -57,8 +57,7 @@ class Waiting(Tensor):
         if func in _PASSED_ON:
             (value,) = args
             return cls.of(value, value.stored, value.stride_order, value.part)
-        raise refusal(
-            RematError,
+        raise RematError.of(
             where=f"{func} on a saved value of a region",
             what="reads a value while it waits in its storage.",
             why="Saved-tensor hooks see a region's saved values in their stored form.",

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from remat import _captures
-from remat._errors import CapturedTensorError, refusal
+from remat._errors import CapturedTensorError
 from remat._graph.meta import TensorMeta
 from remat._rerun import fully_shard
 from remat._torch import autograd, isolation, levels, trees
@@ -114,8 +114,7 @@ def _is_guarded_leaf(node: Any) -> bool:
 
 
 def _refuse_lost_gradient(gradient: Tensor) -> Tensor:
-    raise refusal(
-        CapturedTensorError,
+    raise CapturedTensorError.of(
         where=f"a gradient {TensorMeta.of(gradient)}",
         what="reaches a region through a tensor that the function stored somewhere "
         "instead of returning it, or by `backward` in a hook.",

@@ -32,7 +32,6 @@ from remat._errors import (
     MutationError,
     SavedTensorModifiedError,
     StaticArgumentError,
-    refusal,
 )
 from remat._graph.meta import TensorMeta
 from remat._regions.out_of_memory import name_of
@@ -107,8 +106,7 @@ def _require_repeatable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Non
     """Refuses arguments that a first run uses up."""
     for leaf in trees.flatten((args, dict(kwargs)))[0]:
         if isinstance(leaf, Iterator):
-            raise refusal(
-                StaticArgumentError,
+            raise StaticArgumentError.of(
                 where=f"an argument that is a {type(cast('object', leaf)).__name__}",
                 what='is used up by the first run of engine="rerun".',
                 why="The second run, in the backward, would get what comes after.",
@@ -531,8 +529,7 @@ class _Constants:
         """
         self._versions = [pair for pair in self._versions if id(pair[0]) in used]
         if changed := self._changed(put_back=kept):
-            raise refusal(
-                MutationError,
+            raise MutationError.of(
                 where=f"the region reaches {changed}",
                 what="a tensor that the function changes in place, hidden from remat.",
                 why="The function runs again, and would start from the changed numbers.",
@@ -544,8 +541,7 @@ class _Constants:
     def require_unchanged(self, found: _WithNumbers) -> None:
         """Refuses a run if one of them was written to since, and is not put back."""
         if changed := self._changed(put_back=found):
-            raise refusal(
-                SavedTensorModifiedError,
+            raise SavedTensorModifiedError.of(
                 where=f"the backward of a region that reaches {changed}",
                 what="a tensor that the function reads was changed in place since the "
                 "forward.",

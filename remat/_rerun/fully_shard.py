@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import _captures
-from remat._errors import SecondDerivativeError, TraceError, refusal
+from remat._errors import SecondDerivativeError, TraceError
 from remat._torch import autograd, distributed
 from remat._tracing import engines
 from remat._tracing.refusals import driven
@@ -101,8 +101,7 @@ class Engine:
             _running.engines.remove(self)
         for module in called:
             if not distributed.is_fsdp_idle(module):
-                raise refusal(
-                    TraceError,
+                raise TraceError.of(
                     where=f"a {type(module).__name__}",
                     what="is called inside a region, but others of its group are not.",
                     why="fully_shard gathers and reduces a group of modules together.",
@@ -126,8 +125,7 @@ class Engine:
 
 def refuse_second_derivative(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Refuses to differentiate or map a gradient of a region that calls `fully_shard`."""
-    raise refusal(
-        SecondDerivativeError,
+    raise SecondDerivativeError.of(
         where=f"the gradient of a region with {len(tensors)} operands",
         what="is differentiated or mapped, and the region calls a module of "
         "fully_shard.",
@@ -147,8 +145,7 @@ _running = _Running()
 
 
 def _called_under_transform(name: str) -> TraceError:
-    return refusal(
-        TraceError,
+    return TraceError.of(
         where=f"a {name}",
         what="is called inside a region that is transformed, or whose backward is "
         "not one of .backward() or torch.autograd.grad.",

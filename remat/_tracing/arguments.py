@@ -6,7 +6,7 @@ from typing import Any, final
 
 from torch import nn
 
-from remat._errors import SideEffectError, refusal
+from remat._errors import SideEffectError
 from remat._torch import trees
 from remat._user_lines import user_line
 
@@ -72,8 +72,7 @@ class Given:
             if spec == new_spec and all(map(_is_same, leaves, found)):
                 continue
             names = [*parameter_names(function, len(self.args)), *self.kwargs]
-            raise refusal(
-                SideEffectError,
+            raise SideEffectError.of(
                 where=f"the argument `{names[place]}` of the call at {user_line()}",
                 what=f"is a {type(tree).__name__}, and the function changes what it holds.",
                 why="A region works on a copy: the caller's would stay as it was, and the "

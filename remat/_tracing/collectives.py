@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat._errors import TraceError
 from remat._torch import distributed
 from remat._torch.distributed import group_of
-from remat._tracing.refusals import untraceable
 
 _functional: Any = torch.ops._c10d_functional
 
@@ -55,7 +55,7 @@ def _gather_list(
         if any(out.shape != part.shape for out in row):
             # On each rank: one that went on would wait for the others.
             shapes = ", ".join(str([*out.shape]) for out in row)
-            raise untraceable(
+            raise TraceError.of(
                 where="a call of torch.distributed.all_gather",
                 what=f"gathers parts of unlike shapes, {shapes}.",
                 why="A trace gathers all parts as one tensor, to which each rank adds as much.",
@@ -108,7 +108,7 @@ _TWINS: dict[str, Callable[..., Any]] = {
 
 
 def _refuse(op: Any, *_: Any, **__: Any) -> Any:
-    raise untraceable(
+    raise TraceError.of(
         where=f"a call of torch.distributed that runs {op}",
         what="cannot be traced.",
         why="It overwrites or sends tensors in a way that a graph cannot show.",

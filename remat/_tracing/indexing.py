@@ -15,8 +15,8 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
+from remat._errors import TraceError
 from remat._torch import fakes
-from remat._tracing.refusals import untraceable
 from remat._user_lines import user_line
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8})
@@ -56,7 +56,7 @@ class LookUps:
         """Refuses a function that has changed what it looked up."""
         for found, version, line in self._made:
             if found._version != version:
-                raise untraceable(
+                raise TraceError.of(
                     where=line,
                     what="the result of `x[i]`, where `i` is a tensor, is changed in place.",
                     why="In a trace `x[i]` is a gather and not a view, so `x` "

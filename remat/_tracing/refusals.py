@@ -1,7 +1,6 @@
 """The errors of functions and tensors that cannot be traced, wherever a region meets them."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from remat._errors import (
     MutationError,
     RematError,
     TraceError,
-    refusal,
 )
 from remat._graph.meta import TensorMeta
 from remat._torch import fakes, levels, taking_functions, tensors, trees
@@ -26,7 +24,6 @@ from remat._user_lines import (
     warn,
 )
 
-untraceable = functools.partial(refusal, TraceError)
 _STRIDED = torch.strided  # the look-up in `torch` takes longer than the comparison
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
 _TAKE_FUNCTIONS = (torch.__path__[0] + "/_higher_order_ops/", taking_functions.__file__)
@@ -53,7 +50,7 @@ def unstrided(where: str, tensor: Tensor) -> TraceError:
         kind, do = "tensor", "Make it sparse inside the function"
     if tensor.layout is not _STRIDED:
         do += f", or use {_RERUN}"
-    return untraceable(
+    return TraceError.of(
         where=where,
         what=f"is a {kind} of layout {tensor.layout}, which cannot be traced.",
         why="A trace lays out its inputs by their strides, and it has none.",
@@ -63,7 +60,7 @@ def unstrided(where: str, tensor: Tensor) -> TraceError:
 
 def overriding(kind: type[Tensor]) -> TraceError:
     """The error of a region that is given, or reaches, a tensor of such a class."""
-    return untraceable(
+    return TraceError.of(
         where=f"a tensor of the class {kind.__qualname__}",
         what="has a `__torch_function__` of its own, and cannot be traced.",
         why="It would run with the region's programs, in the forward and again in "
@@ -77,7 +74,7 @@ def unknown_class(tensor: Tensor) -> TraceError:
     described = f"tensor of layout {tensor.layout}"
     if is_strided(tensor):
         described = f"{type(tensor).__name__} {TensorMeta.of(tensor)}"
-    return untraceable(
+    return TraceError.of(
         where=f"a {described}",
         what="is made inside the region and returned.",
         why="A program can return only plain tensors and DTensors.",
@@ -91,8 +88,7 @@ class LazyModuleError(TraceError):
 
 def uninitialized(which: str) -> TraceError:
     """The error for a parameter that a lazy module has yet to make."""
-    return refusal(
-        LazyModuleError,
+    return LazyModuleError.of(
         where=f"a lazy module's parameter, {which}",
         what="has no shape yet.",
         why="A lazy module makes its parameters in its first call, but a trace "
@@ -103,8 +99,7 @@ def uninitialized(which: str) -> TraceError:
 
 def out_of_sight(where: str) -> CapturedTensorError:
     """The error for a captured tensor that TorchScript uses."""
-    return refusal(
-        CapturedTensorError,
+    return CapturedTensorError.of(
         where=where,
         what="is used by TorchScript, whose operators a trace cannot see.",
         why="Its gradient would be lost.",
@@ -115,8 +110,7 @@ def out_of_sight(where: str) -> CapturedTensorError:
 
 def out_of_reach(where: str, why: str, *, instead: str = "") -> CapturedTensorError:
     """The error for a tensor to which nothing leads that the function names or is given."""
-    return refusal(
-        CapturedTensorError,
+    return CapturedTensorError.of(
         where=where,
         what="is reached in a way that cannot be followed at the next call.",
         why=why,
@@ -141,7 +135,7 @@ def hidden(tensor: Tensor) -> CapturedTensorError:
 
 def distributed(tensor: Tensor) -> TraceError:
     """The error for a tensor in parts that was made inside, where another is given."""
-    return untraceable(
+    return TraceError.of(
         where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}, used at {user_line()}",
         what="is combined with others in a region, where some are given and some "
         "are made inside.",
@@ -154,8 +148,7 @@ def distributed(tensor: Tensor) -> TraceError:
 def from_array(function: str, made: Any = None) -> CapturedTensorError:
     """The error for a torch function that makes a tensor, `made`, from a numpy array."""
     described = f" {TensorMeta.of(made)}" if isinstance(made, Tensor) else ""
-    return refusal(
-        CapturedTensorError,
+    return CapturedTensorError.of(
         where=f"torch.{function} at {user_line()}",
         what=f"makes a tensor{described} from a numpy array.",
         why="The contents of an array cannot be checked at the next call, so the "
@@ -166,7 +159,7 @@ def from_array(function: str, made: Any = None) -> CapturedTensorError:
 
 def other_default_dtype(function: str) -> TraceError:
     """The error for a torch function that runs where the user's function has set a dtype."""
-    return untraceable(
+    return TraceError.of(
         where=f"torch.{function} at {user_line()}",
         what=f"runs under {torch.get_default_dtype()} as the default dtype, which the function "
         "has set.",
@@ -191,8 +184,7 @@ def require_tellable(
         _require_no_setting(setting, args, kwargs)
     pure = tensors.RESHAPES.get(func)
     if pure and is_operand(args[0]):
-        raise refusal(
-            MutationError,
+        raise MutationError.of(
             where=f"`.{func.__name__}()` of {TensorMeta.of(args[0])} at {user_line()}",
             what="changes the shape of a tensor from outside.",
             why=_NO_SHAPE,
@@ -212,7 +204,7 @@ def require_tellable(
             do="Read it outside of the region, and pass what it says as an argument.",
         )
     if func == tensors.GET_GRAD and is_operand(args[0]):
-        raise untraceable(
+        raise TraceError.of(
             where=f"`.grad` of {TensorMeta.of(args[0])} at {user_line()}",
             what="is read inside a region, of a tensor from outside.",
             why="It is no part of what the function is given: what stands for the tensor has "
@@ -224,7 +216,7 @@ def require_tellable(
 
 
 def _without_memory(func: Any, tensor: Tensor, what: str) -> TraceError:
-    return untraceable(
+    return TraceError.of(
         where=f"`.{func.__name__}()` of {TensorMeta.of(tensor)} at {user_line()}",
         what=what,
         why="A trace runs on tensors that have none.",
@@ -247,8 +239,7 @@ def out_keeps_its_shape(
         now = tensor.shape
         if now != shape:
             tensor.resize_(shape)
-            raise refusal(
-                MutationError,
+            raise MutationError.of(
                 where=f"`out=` at {user_line()}",
                 what=f"resizes a tensor from outside, from {list(shape)} to {list(now)}.",
                 why=_NO_SHAPE,
@@ -273,7 +264,7 @@ def _require_no_setting(
                 do="Write it before the region is called.",
             )
             return
-    raise untraceable(
+    raise TraceError.of(
         where=where,
         what="is written inside a region, of a tensor from outside.",
         why="It would be written to what stands for the tensor there, and be lost.",
@@ -285,7 +276,7 @@ def require_no_gradients(operands: Sequence[Tensor]) -> None:
     """Refuses a function that has put gradients into tensors from outside, by a backward."""
     for tensor in operands:
         if tensor.is_leaf and tensor.grad is not None:
-            raise untraceable(
+            raise TraceError.of(
                 where=f"the `.grad` of {TensorMeta.of(tensor)}",
                 what="is written inside a region, of a tensor from outside, by `.backward()`.",
                 why="It would be written to what stands for the tensor there, and be lost.",
@@ -296,7 +287,7 @@ def require_no_gradients(operands: Sequence[Tensor]) -> None:
 
 def sets_data(tensor: Tensor) -> TraceError:
     """The error for `x.data = y`."""
-    return untraceable(
+    return TraceError.of(
         where=f"`.data = ...` of {TensorMeta.of(tensor)} at {user_line()}",
         what="replaces a tensor's data, which neither autograd nor a trace sees.",
         why="The trace would go on with the old data.",
@@ -307,7 +298,7 @@ def sets_data(tensor: Tensor) -> TraceError:
 
 def converts(module: nn.Module) -> TraceError:
     """The error for a module that the function converts, as by `self.double()`."""
-    return untraceable(
+    return TraceError.of(
         where=f"a {type(module).__name__}, converted at {user_line()}",
         what="gets other parameters or buffers inside a region.",
         why="The trace would leave its own tensors, which have no data, in their place.",
@@ -317,7 +308,7 @@ def converts(module: nn.Module) -> TraceError:
 
 def driven(module: nn.Module) -> TraceError:
     """The error for a region around a module that an engine of `torch.distributed` drives."""
-    return untraceable(
+    return TraceError.of(
         where=f"a {type(module).__name__}",
         what="is called inside a region.",
         why="It gathers parameters or reduces gradients around its forward. A "
@@ -330,7 +321,7 @@ def driven(module: nn.Module) -> TraceError:
 
 def view_of_unknown(line: str) -> TraceError:
     """The error for a returned view of which the trace has lost what it is a view of."""
-    return untraceable(
+    return TraceError.of(
         where=line or "a tensor that the function returns",
         what="is a view of a tensor that was transposed in place, and written to since.",
         why="The written tensor has another layout in the trace, in which the view is none.",
@@ -340,7 +331,7 @@ def view_of_unknown(line: str) -> TraceError:
 
 def reshapes_in_place(line: str) -> TraceError:
     """The error for a view that is reshaped in place on this line, and written to since."""
-    return untraceable(
+    return TraceError.of(
         where=line,
         what="reshapes a view in place (`t_`, `squeeze_` and their kind), and a write follows.",
         why="In a trace, torch gives the view its gradient in the shape that it had.",
@@ -350,7 +341,7 @@ def reshapes_in_place(line: str) -> TraceError:
 
 def of_a_write(why: str, line: str) -> TraceError:
     """The error for a write in place, made by this line, that torch cannot follow in a trace."""
-    return untraceable(
+    return TraceError.of(
         where=line or "the function",
         what="reads or writes memory that is written to in a way that cannot be traced.",
         why=f"torch cannot make the write anew: {why}.",
@@ -360,8 +351,7 @@ def of_a_write(why: str, line: str) -> TraceError:
 
 def mutates(line: str) -> MutationError:
     """The error for an in-place change, on this line, of a differentiated argument."""
-    return refusal(
-        MutationError,
+    return MutationError.of(
         where=line or "the function",
         what="an argument that is to be differentiated is changed in place.",
         why="The recomputation would start from the changed value, and the "
@@ -373,8 +363,7 @@ def mutates(line: str) -> MutationError:
 
 def gains_gradient(where: str) -> MutationError:
     """The error for a tensor that is no argument, and gets a gradient by what is written to it."""
-    return refusal(
-        MutationError,
+    return MutationError.of(
         where=where,
         what="gets a gradient by what the function writes to it.",
         why="The region returns gradients through its results alone, and whoever "
@@ -396,7 +385,7 @@ def caught(error: RematError, goes_on: str) -> RematError:
 
 def on_another_thread() -> TraceError:
     """The error for a function that computes on another thread than its trace's."""
-    return untraceable(
+    return TraceError.of(
         where=user_line() or "the function",
         what="the function computes on another thread.",
         why="A trace follows the thread that calls the region, and no other.",
@@ -416,7 +405,7 @@ def of_the_users(
     if "Variable that requires grad is being used in an in-place" in text:
         return mutates(where)
     if is_backward and "through the graph a second time" in text:
-        return untraceable(
+        return TraceError.of(
             where=where,
             what="an autograd.Function differentiates a graph that its forward has kept.",
             why="A trace runs the backward for several layouts of cotangents, and the first "
@@ -424,7 +413,7 @@ def of_the_users(
             do=f"Pass retain_graph=True there, or use {_RERUN}.",
         )
     if _TAKES_MEMORY in text:
-        return untraceable(
+        return TraceError.of(
             where=where,
             what="an operator takes the memory of a tensor, not its numbers.",
             why="A trace runs on tensors that have none. So do nn.LSTM, nn.GRU and nn.RNN on "
@@ -432,7 +421,7 @@ def of_the_users(
             do=f"Use {_RERUN}.",
         )
     if came_through(error, _TORCHS_CHECKPOINT):
-        return untraceable(
+        return TraceError.of(
             where=where,
             what="the function calls torch.utils.checkpoint, which cannot be traced here.",
             why="Its backward runs the Python function again, on the real tensors "
@@ -443,8 +432,7 @@ def of_the_users(
             f"region inside the region; or use {_RERUN}.",
         )
     if is_backward and fakes.lacking(error) == "tensor outside":
-        return refusal(
-            CapturedTensorError,
+        return CapturedTensorError.of(
             where=where,
             what="the backward of an autograd.Function uses a tensor that its "
             "forward did not save, or a hook one that it captures.",
@@ -464,7 +452,7 @@ def of_torchs_own(error: Exception) -> TraceError | None:
     text = str(error).partition("\n")[0]
     if not any(part in text for part in _OF_TORCHS_OWN):
         return None
-    return untraceable(
+    return TraceError.of(
         where=line_of(error) or "the function",
         what="it, or its derivative of this order, cannot be traced.",
         why=f"torch fails in it: {text}",
@@ -481,7 +469,7 @@ def of_a_step(error: Exception, where: str) -> RematError | None:
 
 def takes_functions(where: str, why: str) -> TraceError:
     """The error for an operator that takes functions, and what cannot be traced of it."""
-    return untraceable(
+    return TraceError.of(
         where=where,
         what="an operator that takes functions, as torch.cond does, cannot be traced here.",
         why=why.strip().partition("\n")[0].rstrip(".") + ".",
@@ -493,7 +481,7 @@ def takes_functions(where: str, why: str) -> TraceError:
 def raises_in_its_trace(error: Exception) -> TraceError:
     """The error for a function that raises in its trace, whatever it raises."""
     first = str(error).partition("\n")[0].rstrip(". ")
-    return untraceable(
+    return TraceError.of(
         where=line_of(error) or "the function",
         what=f"the function raises in its trace ({type(error).__name__}: {first}).",
         why="A trace runs it on tensors that have no values.",
@@ -515,7 +503,7 @@ def of_values(error: Exception, where: str = "") -> TraceError:
         )
     else:
         instead = "torch.where"
-    return untraceable(
+    return TraceError.of(
         where=where or line_of(error) or "the function",
         what=f"the function cannot be traced ({str(error).splitlines()[0]}).",
         why="A trace sees shapes and types, not values: it cannot branch on a "

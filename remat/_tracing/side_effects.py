@@ -19,10 +19,9 @@ from typing import Any, cast
 from torch import Tensor
 
 from remat._captures import Reads, Survey
-from remat._errors import SideEffectError, refusal
+from remat._errors import SideEffectError
 from remat._graph.meta import TensorMeta
 
-_refused_effect = functools.partial(refusal, SideEffectError)
 _Memoized: Any = type(functools.lru_cache(len))
 _CONTAINERS = (dict, list, tuple)
 _FILL = "If the first call fills a cache, make one inside `with remat.disabled():`."
@@ -51,7 +50,7 @@ def require_no_effects(found: Survey, reads: Reads, where: str) -> None:
     changed = found.changes(reads)
     if changed is None:
         return
-    raise _refused_effect(
+    raise SideEffectError.of(
         where=where,
         what=f"{changed} while it was traced.",
         why="A trace runs Python once: at the next call the change would not "
@@ -86,7 +85,7 @@ def require_all_returned(statics: Sequence[object], where: str) -> None:
 
 def _returned_inside(tensor: Tensor, returned: object, where: str) -> SideEffectError:
     name = type(returned).__name__
-    return _refused_effect(
+    return SideEffectError.of(
         where=where,
         what=f"returns a tensor, {TensorMeta.of(tensor)}, inside a {name}.",
         why="torch's pytree does not know that class, so the tensor would not be an output, and "
@@ -121,7 +120,7 @@ def _left_tensor_error(tensor: Tensor, where: str) -> SideEffectError:
             f"Call `{name}.__wrapped__` inside the function, which makes the tensor "
             f"anew, or call `{name}` outside and pass what it returns."
         )
-    return _refused_effect(
+    return SideEffectError.of(
         where=where,
         what=f"left a tensor of the trace, {TensorMeta.of(tensor)}, in {holder}.",
         why="It has no data, so its next use would fail; it was taken out again.",

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, fx
 
-from remat._errors import ImplicitRandomnessError, refusal
+from remat._errors import ImplicitRandomnessError
 from remat._graph import operators
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Ref, Value
@@ -215,8 +215,7 @@ def _prepare_taken_graph(
 def _require_no_effect(node: fx.Node, where: str) -> None:
     op: Any = node.target
     if operators.draws(Value(op, node.args, tuple(node.kwargs.items()))):
-        raise refusal(
-            ImplicitRandomnessError,
+        raise ImplicitRandomnessError.of(
             where=f"{operators.short_name(op)} at {line_of(node)}",
             what="draws from a generator in a function that an operator takes.",
             why="A recomputation of the operator would draw other numbers.",

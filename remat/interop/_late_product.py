@@ -77,8 +77,7 @@ class LateProduct(Tensor):
     def require_fresh(self) -> None:
         """Refuses rows or a head that were changed in place meanwhile."""
         if (self.rows._version, self.head._version) != self.versions:
-            raise refusal(
-                SavedTensorModifiedError,
+            raise SavedTensorModifiedError.of(
                 where=_LOGITS,
                 what="are read after the hidden states or the head's weight were changed.",
                 why="They are computed when something reads them, and would be others now.",

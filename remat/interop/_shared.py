@@ -94,8 +94,7 @@ def preserve_tracker(get_tracker: Callable[[], Any]) -> None:
     if is_tracker(tracker):
         return
     if is_running():
-        raise refusal(
-            SideEffectError,
+        raise SideEffectError.of(
             where=f"a checkpoint inside a region, with a {type(tracker).__name__}",
             what="meets this tracker while the region around it is traced.",
             why="The trace must know all trackers when it begins.",

@@ -18,7 +18,7 @@ from torch import nn
 
 from remat._api import remat
 from remat._calls.options import PolicyLike
-from remat._errors import SideEffectError, refusal
+from remat._errors import SideEffectError
 from remat._torch import dynamo
 from remat._torch.modules import calling_module, forward_hooks_in
 from remat._user_lines import warn
@@ -143,8 +143,7 @@ def _require_nothing_collected(mlp: nn.Module) -> None:
     }
     if found:
         names = ", ".join(sorted(found))
-        raise refusal(
-            SideEffectError,
+        raise SideEffectError.of(
             where="interop.transformers.enable(tiled_mlp=...)",
             what=f"the model is called with {names}, which hooks collect inside of a "
             f"{type(mlp).__name__}.",

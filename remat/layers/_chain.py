@@ -13,7 +13,7 @@ from torch import Tensor
 
 from remat._api import remat
 from remat._calls.decorated import DecoratedFunction, RematModule, is_of_module
-from remat._errors import MutationError, ScheduleError, refusal
+from remat._errors import MutationError, ScheduleError
 from remat._graph.meta import TensorMeta
 from remat._torch import dynamo, trees
 from remat.layers import _run_stack, _unrolled
@@ -84,8 +84,7 @@ class Chain:
         require_schedule(self.schedule, "chain")
         if self.fs:
             return
-        raise refusal(
-            ScheduleError,
+        raise ScheduleError.of(
             where="chain",
             what="got no function.",
             why="A chain runs at least one.",

@@ -20,7 +20,7 @@ import torch
 
 from remat._calls.decorated import undecided
 from remat._calls.entry import Entry
-from remat._errors import MutationError, RematError, TileError, refusal
+from remat._errors import MutationError, RematError, TileError
 from remat._graph import operators
 from remat._graph.meta import TensorMeta, metas_in
 from remat._graph.values import Graph, Ref, Value, prune, refs
@@ -73,8 +73,7 @@ def require_independent(
         return
     name = _name_of(region)
     if entry.written or entry.changed:
-        raise refusal(
-            MutationError,
+        raise MutationError.of(
             where=f"tiled: {name}",
             what="changes a buffer or an argument in place.",
             why="It would change once for each tile.",
@@ -121,8 +120,7 @@ def _traced_tile(region: Any, call: Call, size: int) -> tuple[Entry, list[State]
         raise
     except RuntimeError as error:
         _traced(undecided(region), call, call.length)  # an error of the function's own
-        raise refusal(
-            TileError,
+        raise TileError.of(
             where=f"tiled: {_name_of(region)}",
             what=f"fails on {size} of the {call.length} places, but not on all of them.",
             why=f"{error}".partition("\n")[0].rstrip(".") + ".",
@@ -173,8 +171,7 @@ def _require_result(
 ) -> None:
     state = result.state
     if isinstance(state, Mixed):
-        raise refusal(
-            TileError,
+        raise TileError.of(
             where=f"tiled: {state.step}",
             what=f"mixes places of the axis that is cut: {state.why}",
             why="Each tile runs by itself, and sees only its own part.",
@@ -197,8 +194,7 @@ def _require_result(
     if isinstance(state, (Along, Total)):
         is_along = isinstance(state, Along)
         told = f"has it in dimension {state.dim}" if is_along else f"its {state.value}"
-    raise refusal(
-        TileError,
+    raise TileError.of(
         where=f"tiled: {name}",
         what=f"a result is {wanted}, as its pattern says of the axis, but {told}."
         if not others
@@ -260,8 +256,7 @@ def _require_like_one_place(
 
 
 def _depends_on_length(value: Value | None, what: str) -> TileError:
-    return refusal(
-        TileError,
+    return TileError.of(
         where=f"tiled: {'the function' if value is None else _step_label(value)}",
         what=what,
         why="A tile is smaller than the whole, so that the result would differ.",

@@ -17,7 +17,6 @@ from remat._errors import (
     ImplicitRandomnessError,
     MutationError,
     SideEffectError,
-    refusal,
 )
 from remat._graph.meta import TensorMeta
 from remat._partition.analysis import bytes_of, forward_flops
@@ -77,8 +76,7 @@ def link_of(
     if entry.region.num_draws:
         raise _stage_draws(where)
     if entry.hooked:
-        raise refusal(
-            SideEffectError,
+        raise SideEffectError.of(
             where=where,
             what="has a weight that a hook makes at each call, such as that of "
             "torch.nn.utils.spectral_norm.",
@@ -88,8 +86,7 @@ def link_of(
     places = tuple([captured.setdefault(each, len(captured)) for each in found])
     own = len(entry.labels) - len(places)
     if entry.changed or any(index < own for index in entry.written):
-        raise refusal(
-            MutationError,
+        raise MutationError.of(
             where=where,
             what="changes its argument in place.",
             why="A schedule runs a stage several times, from the same input.",
@@ -101,8 +98,7 @@ def link_of(
 
 
 def _stage_draws(where: str) -> ImplicitRandomnessError:
-    return refusal(
-        ImplicitRandomnessError,
+    return ImplicitRandomnessError.of(
         where=where,
         what="draws from a generator.",
         why="A schedule runs a stage several times, and out of order.",
@@ -147,8 +143,7 @@ def run_scheduled(
     """Runs the stack by a schedule, and writes its buffers back once."""
     shared = [place for place, n in Counter(stack.written).items() if n > 1]
     if shared:
-        raise refusal(
-            MutationError,
+        raise MutationError.of(
             where="a scheduled stack",
             what="changes a buffer in more than one stage: "
             f"{TensorMeta.of(tensors[shared[0]])}.",

@@ -18,7 +18,7 @@ from torch import Tensor
 from remat._api import remat
 from remat._calls.decorated import DecoratedFunction, is_of_module
 from remat._calls.options import PolicyLike
-from remat._errors import CarryError, refusal
+from remat._errors import CarryError
 from remat._graph.meta import TensorMeta
 from remat._switches.numerics import Numerics
 from remat._torch import dynamo, guards, trees
@@ -261,8 +261,7 @@ def _scan_step(f: Callable[[Any, Any], Any], carry: Any, x: Any) -> tuple[Any, A
     kind = cast("type[object]", type(result))
     parts = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
     if len(parts) != 2:
-        raise refusal(
-            CarryError,
+        raise CarryError.of(
             where=f"scan over {f!r}",
             what=f"the function returned a {kind.__name__}.",
             why="A step must return a pair: the next carry, and an output to stack.",
@@ -305,8 +304,7 @@ class _CarryDtypeChanged(CarryError):
 
 
 def _carry_changed(how: str) -> CarryError:
-    return refusal(
-        CarryError,
+    return CarryError.of(
         where="scan",
         what=f"the carry that the function returned {how}.",
         why="One trace serves all steps, so the carry keeps its structure, shapes "
@@ -323,8 +321,7 @@ def _length_of(scanned: Sequence[Tensor], xs: Any, stated: set[int]) -> int:
             what = (
                 "0-d" if isinstance(leaf, Tensor) else f"of type {type(leaf).__name__}"
             )
-            raise refusal(
-                CarryError,
+            raise CarryError.of(
                 where=f"scan: `{name}`",
                 what=f"is {what}.",
                 why="Each leaf of xs is sliced along its first dimension.",
@@ -334,8 +331,7 @@ def _length_of(scanned: Sequence[Tensor], xs: Any, stated: set[int]) -> int:
     lengths = {len(each) for each in scanned} | stated
     if len(lengths) == 1 and min(lengths) >= 0:
         return lengths.pop()
-    raise refusal(
-        CarryError,
+    raise CarryError.of(
         where="scan",
         what=f"the number of steps is not clear: {sorted(lengths) or 'none is given'}.",
         why="It is the first dimension of each leaf of xs, and `length`.",
@@ -361,8 +357,7 @@ def _as_tensor(leaf: Any, where: str) -> Tensor | None:
         return leaf
     if isinstance(leaf, (bool, int, float, complex)):
         return torch.tensor(leaf)
-    raise refusal(
-        CarryError,
+    raise CarryError.of(
         where=f"scan: a leaf of {where}",
         what=f"is a {type(leaf).__name__}, {leaf!r}.",
         why="Carries and stacked outputs must be tensors.",

@@ -22,7 +22,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat._errors import SavedTensorModifiedError, refusal
+from remat._errors import SavedTensorModifiedError
 from remat._graph.joint import View
 from remat._regions.forwards import Results
 from remat._regions.functions import Batch, Roots, mapped
@@ -71,8 +71,7 @@ class Held:
         tensors, self._tensors = self._tensors, None
         pairs = zip(tensors or (), self._versions, strict=False)
         if any(each._version != version for each, version in pairs):
-            raise refusal(
-                SavedTensorModifiedError,
+            raise SavedTensorModifiedError.of(
                 where="the backward of a scheduled scan or chain",
                 what="an output that waits for it was changed in place.",
                 why="The backward of the last stage would start from other numbers.",

@@ -17,7 +17,7 @@ from torch import Tensor
 from remat._api import remat
 from remat._calls.decorated import is_of_module
 from remat._calls.options import PolicyLike
-from remat._errors import BudgetError, explain, refusal, require_choice
+from remat._errors import BudgetError, explain, require_choice
 from remat._partition.peak import peaks_of
 from remat._switches.blocks import is_disabled, note_tiled
 from remat._torch import dynamo, trees
@@ -312,8 +312,7 @@ def _tile_size_within(region: Any, call: Call, limit: int) -> int:
         if found <= limit:
             return size
         if size == 1:
-            raise refusal(
-                BudgetError,
+            raise BudgetError.of(
                 where="tiled(tiles=...)",
                 what=f"the values of a tile of one step take {show_size(found)}, and "
                 f"{show_size(limit)} were allowed.",

@@ -11,7 +11,7 @@ from einops import EinopsError, parsing
 from torch import Tensor
 
 from remat import random
-from remat._errors import TileError, refusal
+from remat._errors import TileError
 from remat._graph.meta import TensorMeta
 from remat._torch import trees
 from remat.layers._axis_rules import Alike, Along, Key, State
@@ -54,8 +54,7 @@ class Part:
             return None
         ndim, is_open = tensor.dim(), "…" in self.axes
         if ndim < len(self.axes) - is_open or (ndim > len(self.axes) and not is_open):
-            raise refusal(
-                TileError,
+            raise TileError.of(
                 where=where,
                 what=f'has {ndim} dimensions, and its pattern "{self.text}" has '
                 f"{len(self.axes) - is_open}.",
@@ -93,8 +92,7 @@ class Pattern:
         if parts[-1].text == "...":
             parts = parts[:-1] + parts[-1:] * (len(args) - len(parts) + 1)
         if len(parts) != len(args):
-            raise refusal(
-                TileError,
+            raise TileError.of(
                 where=f'tiled("{self.text}")',
                 what=f"got {len(args)} positional arguments for {len(self.arguments)} patterns.",
                 why="Each argument is cut, or the same for all tiles, as its pattern says.",
@@ -107,8 +105,7 @@ class Pattern:
         """For each tensor that was returned its part."""
         items: Any = [result] if len(self.results) == 1 else result
         if not isinstance(items, (tuple, list)) or len(items) != len(self.results):  # pyright: ignore[reportUnknownArgumentType]
-            raise refusal(
-                TileError,
+            raise TileError.of(
                 where=f'tiled("{self.text}")',
                 what=f"the function returned a {type(result).__name__} that does not have "
                 f"{len(self.results)} parts.",
@@ -120,8 +117,7 @@ class Pattern:
 
 
 def _bad_pattern(text: object, why: str) -> TileError:
-    return refusal(
-        TileError,
+    return TileError.of(
         where="tiled(pattern=...)",
         what=f"got {text!r}.",
         why=why,
@@ -154,8 +150,7 @@ class Call:
         pairs = zip(leaves, dims, strict=True)
         lengths = {leaf.shape[dim] for leaf, dim in pairs if dim is not None}
         if len(lengths) != 1:
-            raise refusal(
-                TileError,
+            raise TileError.of(
                 where=f'tiled("{pattern.text}")',
                 what=f"got arguments whose axis has the lengths {sorted(lengths)}."
                 if lengths

@@ -17,7 +17,7 @@ from torch import nn
 
 from remat._api import remat
 from remat._calls.decorated import DecoratedFunction
-from remat._errors import TraceError, refusal
+from remat._errors import TraceError
 from remat._user_lines import warn
 from remat.storage._argument_checks import require_count
 
@@ -145,8 +145,7 @@ def _with_a_forward(
     said = f"modules.apply(where={where!r})"
     for name, module in found:
         if isinstance(module, torch.jit.ScriptModule):
-            raise refusal(
-                TraceError,
+            raise TraceError.of(
                 where=said,
                 what=f"matches `{name}`, a {type(module).__name__}.",
                 why="TorchScript's interpreter runs its forward, and hides its operators "

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch import nn
 
-from remat._errors import BudgetError, refusal
+from remat._errors import BudgetError
 from remat._graph.meta import TensorMeta
 from remat._plans.plan import Plan
 from remat._plans.recording import Recording
@@ -276,8 +276,7 @@ def _over(limit: int, chosen: ModulePlan) -> BudgetError:
             "modules.plan(peak=..., step=...)", limit, chosen.timeline
         )
     least = chosen.predicted_peak_bytes
-    return refusal(
-        BudgetError,
+    return BudgetError.of(
         where="modules.plan(peak=...)",
         what=f"no plan that was tried stays within {limit} bytes at its peak.",
         why=f"The lowest predicted peak of the blocks is {least} bytes: their inputs, "

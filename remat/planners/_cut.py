@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from remat._errors import BudgetError, refusal
+from remat._errors import BudgetError
 from remat.planners._network import Network
 from remat.planners._problem import Choice, Option, Outcome, Problem, Solution, Tally
 from remat.planners._scipy import scipy
@@ -65,8 +65,7 @@ def solve_cut(
         Solution(choice=(None, 0), saved_bytes=4, cost=5, lower_bound=5)
     """
     if budget < problem.fixed_bytes:
-        raise refusal(
-            BudgetError,
+        raise BudgetError.of(
             where=where,
             what=f"no choice of saved values fits {budget} bytes.",
             why=f"{problem.fixed_bytes} bytes are held even if nothing is saved: "

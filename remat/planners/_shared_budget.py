@@ -11,7 +11,7 @@ from typing import Any, final
 
 import numpy as np
 
-from remat._errors import BudgetError, refusal
+from remat._errors import BudgetError
 from remat.planners._scipy import scipy
 
 _LIMIT_REACHED = 1  # `status` of scipy's `milp`: as often as it may, HiGHS has branched
@@ -139,8 +139,7 @@ def share(
         for points, count in zip(frontiers, counts, strict=True)
     )
     if least > budget:
-        raise refusal(
-            BudgetError,
+        raise BudgetError.of(
             where=where,
             what=f"the {budget} bytes are too few.",
             why=f"{least} bytes are held even if nothing is saved.",

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast, final
 
-from remat._errors import PolicyError, refusal
+from remat._errors import PolicyError
 from remat.policies._by_kind import nothing_saveable
 from remat.policies._contract import AbstractPolicy, Recompute, Save, Value, policy_name
 from remat.storage import AbstractStorage
@@ -87,7 +87,7 @@ def _policy_of(candidate: object, where: str) -> AbstractPolicy:
     if not why:
         return FromCallable(cast("Callable[[Value], bool]", candidate))
     what = f"got {_shown_policy(candidate)}."
-    raise refusal(PolicyError, where=where, what=what, why=why, do=do)
+    raise PolicyError.of(where=where, what=what, why=why, do=do)
 
 
 def _diagnose_policy(candidate: object) -> tuple[str, str]:

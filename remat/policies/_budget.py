@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast, final
 
-from remat._errors import PolicyError, refusal, require_choice
+from remat._errors import PolicyError, require_choice
 from remat.policies._as_policy import as_policy
 from remat.policies._contract import (
     AbstractPolicy,
@@ -145,8 +145,7 @@ def budget(
     """
     where = "budget(allow=...)"
     if isinstance(allow, WholeProgram):
-        raise refusal(
-            PolicyError,
+        raise PolicyError.of(
             where=where,
             what=f"got {allow!r}.",
             why="It decides over the whole program, not value by value.",
@@ -167,8 +166,7 @@ def as_budget(budget: Any, peak: Any, where: str, costs: str = "flops") -> Budge
     if isinstance(budget, Budget):
         return budget if peak is None else replace(budget, peak=_checked_peak(peak))
     if isinstance(budget, AbstractPolicy):
-        raise refusal(
-            PolicyError,
+        raise PolicyError.of(
             where=where,
             what=f"got the policy {budget!r}.",
             why="A plan is made for a number of bytes.",
@@ -179,8 +177,7 @@ def as_budget(budget: Any, peak: Any, where: str, costs: str = "flops") -> Budge
 
 def _budget_of_sizes(size: Any, allow: AbstractPolicy | None, peak: Any) -> Budget:
     if size is None and peak is None:
-        raise refusal(
-            PolicyError,
+        raise PolicyError.of(
             where="budget(size, peak=...)",
             what="got no size and no peak.",
             why="A budget is a bound of what is held, or of the most that lives at once.",

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch.nn import functional
 
-from remat._errors import PolicyError, refusal
+from remat._errors import PolicyError
 from remat._graph.operators import short_name
 from remat._torch import schemas
 from remat.policies._contract import AbstractPolicy, Value
@@ -72,8 +72,7 @@ def by_op(*targets: str | Callable[..., Any]) -> AbstractPolicy:
         by_op('aten.mm', 'gelu', 'aten.sum.*')
     """
     if not targets:
-        raise refusal(
-            PolicyError,
+        raise PolicyError.of(
             where="by_op()",
             what="got no target.",
             why="Nothing would be saved.",
@@ -137,8 +136,7 @@ def _is_torch_target(target: object) -> bool:
 
 
 def _not_op(target: object, why: str) -> PolicyError:
-    return refusal(
-        PolicyError,
+    return PolicyError.of(
         where="by_op(*targets)",
         what=f"got {target!r}.",
         why=why,

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, final
 
 import torch
 
-from remat._errors import PolicyError, refusal
+from remat._errors import PolicyError
 from remat._graph.operators import short_name
 from remat.policies._sizes import show_size
 from remat.storage import AbstractStorage, Keep
@@ -249,8 +249,7 @@ class AbstractPolicy(abc.ABC):
 
     def __bool__(self) -> NoReturn:
         """Refuses: `p and q` would silently be `q`."""
-        raise refusal(
-            PolicyError,
+        raise PolicyError.of(
             where=f"the policy {self!r}",
             what="was asked whether it is true.",
             why="`p or q` and `p and q` pick one operand, and `not p` is a bool; "
@@ -271,8 +270,7 @@ class WholeProgram(AbstractPolicy):
 
     def __call__(self, value: Value, /) -> NoReturn:
         """Refuses: whether one value is saved depends on the others."""
-        raise refusal(
-            PolicyError,
+        raise PolicyError.of(
             where=str(value),
             what=f"the policy {self!r} was asked about it alone.",
             why="It decides over the whole program: whether one value is saved "
@@ -406,7 +404,7 @@ def decide(policy: Callable[[Value], object], value: Value) -> Save | Recompute:
         case _:
             shown, why, do = _diagnose_decision(answer)
             what = f"the policy {policy_name(policy)} answered {shown}."
-            raise refusal(PolicyError, where=str(value), what=what, why=why, do=do)
+            raise PolicyError.of(where=str(value), what=what, why=why, do=do)
 
 
 def policy_name(policy: object) -> str:
@@ -423,8 +421,7 @@ def require_storage(storage: object, where: str) -> None:
         return
     is_class = isinstance(storage, type) and issubclass(storage, AbstractStorage)
     shown = storage.__name__ if isinstance(storage, type) else repr(storage)
-    raise refusal(
-        PolicyError,
+    raise PolicyError.of(
         where=where,
         what=f"got `{shown}`, which is not a storage value.",
         why=f"`{shown}` is a class and a storage must be an instance."
@@ -487,8 +484,7 @@ def _not_combinable(operand: object, symbol: str) -> PolicyError:
     else:
         why = "It is not a policy."
         do = "Combine policies only; `p.stored(storage)` says how values wait."
-    return refusal(
-        PolicyError,
+    return PolicyError.of(
         where=f"an operand of `{symbol}` between policies",
         what=f"got {operand!r}.",
         why=why,

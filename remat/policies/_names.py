@@ -7,7 +7,7 @@ of "these names" if any of its names matches any of the globs.
 from dataclasses import dataclass
 from typing import final
 
-from remat._errors import PolicyError, refusal
+from remat._errors import PolicyError
 from remat.policies._contract import AbstractPolicy, Value
 
 
@@ -117,8 +117,7 @@ def require_globs(globs: tuple[object, ...], where: str) -> None:
         if isinstance(glob, str):
             continue
         is_collection = isinstance(glob, list | tuple | set | frozenset)
-        raise refusal(
-            PolicyError,
+        raise PolicyError.of(
             where=where,
             what=f"got {glob!r}, of type {type(glob).__name__}.",
             why="Each name or glob is a string and a separate argument.",

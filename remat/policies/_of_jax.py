@@ -158,8 +158,7 @@ def _listed_names(names: object, argument: str) -> tuple[str, ...]:
         globs: tuple[str, ...] = tuple(names)  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
         require_globs(globs, where)
         return globs
-    raise refusal(
-        PolicyError,
+    raise PolicyError.of(
         where=where,
         what=f"got {names!r}, of type {type(names).__name__}.",
         why="This argument is a list of names, as in JAX.",

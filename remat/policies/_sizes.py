@@ -58,8 +58,7 @@ def parse_size(size: object, where: str) -> int:
             )
         return int(Fraction(found[1]) * units[found[2]])
     if isinstance(size, bool) or not isinstance(size, int):
-        raise refusal(
-            PolicyError,
+        raise PolicyError.of(
             where=where,
             what=f"got {size!r}, of type {type(size).__name__}.",
             why="A size is an int in bytes, or a string with a unit.",

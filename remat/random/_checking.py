@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from remat._errors import KeyReuseError, refusal
+from remat._errors import KeyReuseError
 from remat._switches.blocks import disabled
 from remat._torch import autograd
 from remat._torch.attributes import attributes_as
@@ -75,8 +75,7 @@ def consume(keys: Tensor) -> None:
     for pair in cast("Any", keys.view(torch.int64)).tolist():
         key = (pair[0] % 2**64, pair[1] % 2**64)
         if key in record:
-            raise refusal(
-                KeyReuseError,
+            raise KeyReuseError.of(
                 where=f"the key {list(key)}, consumed at {line}",
                 what=f"was consumed before, at {record[key]}.",
                 why="Both draws have the same bits, so numbers that should be "

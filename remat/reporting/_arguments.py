@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import policies
-from remat._errors import RematError, refusal
+from remat._errors import RematError
 from remat.policies import AbstractPolicy, as_policy
 
 _TENSOR = re.compile(r"([\w.]+)=(\d+(?:,\d+)*|)(?::(\w+))?(?:<(\d+))?")
@@ -160,8 +160,7 @@ def _tensor_of_word(
 
 
 def _refused_word(where: str, what: str, do: str) -> RematError:
-    return refusal(
-        RematError,
+    return RematError.of(
         where=where,
         what=what,
         why="The command line names what to call.",

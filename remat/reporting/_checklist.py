@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat._errors import RematError, refusal
+from remat._errors import RematError
 from remat._graph import operators
 from remat._switches.blocks import disabled
 from remat._torch import fakes, modes, tensors
@@ -153,8 +153,7 @@ def _argument_named(
     given = {**call.arguments, **kwargs}
     if isinstance(given.get(name), Tensor):
         return given[name]
-    raise refusal(
-        RematError,
+    raise RematError.of(
         where=f"checklist(tokens_of={name!r})",
         what=f"the call gives no tensor of this name, but {', '.join(given) or 'nothing'}.",
         why="Tokens are counted in one argument.",

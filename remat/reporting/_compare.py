@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 from remat import policies
 from remat._api import remat
 from remat._calls.decorated import is_region
-from remat._errors import RematError, RematWarning, refusal
+from remat._errors import RematError, RematWarning
 from remat._regions.out_of_memory import name_of
 from remat._switches.blocks import disabled
 from remat.policies._sizes import show_size
@@ -113,8 +113,7 @@ class Comparison:
             RematError: matplotlib is not installed, or there are no times.
         """
         if self.rows[0].step_s is None:
-            raise refusal(
-                RematError,
+            raise RematError.of(
                 where=self.function,
                 what="has no times to draw.",
                 why="Nothing is computed on meta tensors.",

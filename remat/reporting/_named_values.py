@@ -14,7 +14,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from remat._errors import RematError, refusal
+from remat._errors import RematError
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph
 from remat._torch import fakes, levels, modes, tensors
@@ -163,8 +163,7 @@ def named_values(
     """
     step = MeasuredStep(f, args, kwargs)
     if any(device.type == "meta" for device in step.devices):
-        raise refusal(
-            RematError,
+        raise RematError.of(
             where=step.name,
             what="a tensor is on the meta device.",
             why="Named values are compared as numbers, which a meta tensor does not have.",

@@ -28,7 +28,7 @@ from typing import Any, final
 
 import numpy as np
 
-from remat._errors import BudgetError, ScheduleError, refusal
+from remat._errors import BudgetError, ScheduleError
 from remat.policies._sizes import parse_budget, show_size
 from remat.schedules import _actions as do
 from remat.schedules._contract import AbstractSchedule, Stage
@@ -89,8 +89,7 @@ class Budget(AbstractSchedule):
             return Every(len(stages)).actions(stages)
         needed, smallest = _least_bytes(stages)
         if limit < needed:
-            raise refusal(
-                BudgetError,
+            raise BudgetError.of(
                 where=f"Budget({self.size!r}), which is {limit} bytes",
                 what="no schedule fits.",
                 why=f"The smallest feasible size is {needed} bytes ({show_size(needed)}).",

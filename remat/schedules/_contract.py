@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from remat._errors import ScheduleError, refusal
+from remat._errors import ScheduleError
 from remat.schedules._actions import Action
 
 
@@ -47,8 +47,7 @@ def require_schedule(schedule: object, where: str) -> None:
     """Refuses what is neither a schedule nor None."""
     if schedule is None or isinstance(schedule, AbstractSchedule):
         return
-    raise refusal(
-        ScheduleError,
+    raise ScheduleError.of(
         where=where,
         what=f"got schedule={schedule!r}.",
         why="A schedule is a value of a class of `schedules`.",
@@ -60,8 +59,7 @@ def require_count(value: object, where: str) -> None:
     """Refuses a number of steps or snapshots that is not a positive int."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return
-    raise refusal(
-        ScheduleError,
+    raise ScheduleError.of(
         where=where,
         what=f"got {value!r}.",
         why="It is a count, of at least one.",

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from remat._errors import ScheduleError, refusal
+from remat._errors import ScheduleError
 from remat.schedules import _actions as do
 from remat.schedules._contract import Stage
 
@@ -76,8 +76,7 @@ def _require(holds: bool, action: do.Action | None, why: str) -> None:
     """Refuses an action, or the end of the list, unless this holds; else `why` is true."""
     if holds:
         return
-    raise refusal(
-        ScheduleError,
+    raise ScheduleError.of(
         where=f"the action {action}" if action else "the end of the list",
         what="cannot be done." if action else "comes too early.",
         why=f"At this point, {why}.",

@@ -32,7 +32,7 @@ from typing import Any, ClassVar, cast, final
 import torch
 from torch import Tensor
 
-from remat._errors import RematError, refusal
+from remat._errors import RematError
 from remat._graph.meta import TensorMeta, unexpanded_shape
 from remat._torch import fakes, isolation, levels
 from remat.storage._argument_checks import require_type
@@ -282,8 +282,7 @@ def stored_in(storage: AbstractStorage, value: Tensor, place: Place) -> Stored:
     stored: Any = storage.store(value, place)
     _require_stored(storage, stored)
     if levels.versions_below([value]) != before:
-        raise refusal(
-            RematError,
+        raise RematError.of(
             where=f"{name}.store",
             what=f"changed the value {_shown_form(form)} that it was given.",
             why="It belongs to the caller, or the region still computes with it.",
@@ -297,8 +296,7 @@ def stored_in(storage: AbstractStorage, value: Tensor, place: Place) -> Stored:
         if found == form:
             return restored
         came = _shown_form(found) if found else type(restored).__name__
-        raise refusal(
-            RematError,
+        raise RematError.of(
             where=f"a value {_shown_form(form)} in {name}",
             what=f"came back from its storage as {came}.",
             why="The backward needs the value as it was stored.",
@@ -332,8 +330,7 @@ def _require_stored(storage: AbstractStorage, found: object) -> None:
             return
         kind = type(wrong[0]).__name__ if wrong else f"{layouts[0]} tensor"
         what = f"returned Stored with a {kind} among its parts."
-    raise refusal(
-        RematError,
+    raise RematError.of(
         where=f"{type(storage).__name__}.store",
         what=what,
         why="A stored value is a tuple of dense tensors and a function that decodes them.",
@@ -351,8 +348,7 @@ def held_in(storage: AbstractStorage, meta: TensorMeta) -> Held:
     found: Any = storage.held(meta)
     if isinstance(found, Held):
         return found
-    raise refusal(
-        RematError,
+    raise RematError.of(
         where=f"{type(storage).__name__}.held",
         what=f"returned {type(found).__name__}, not `storage.Held`.",
         why="Plans, reports and `saved_residuals` count what it says.",

@@ -311,8 +311,7 @@ def _is_cut(shard: Shard, place: Place) -> bool:
         if _share_ranks(spread.mesh.get_group(dim), shard.mesh.get_group())
     ]
     if any(placement.is_partial() for placement in along):
-        raise refusal(
-            NotReplicatedError,
+        raise NotReplicatedError.of(
             where=f"value {place.index} of a region, a DTensor of {[*spread.shape]} "
             f"placed as {spread.placements}, stored by {shard!r}",
             what="is partial: each rank holds one term of a sum.",
@@ -347,8 +346,7 @@ def _require_replicated(value: Tensor, group: "ProcessGroup", place: Place) -> N
         differ = f"holds other numbers on rank {rank} of the mesh than on rank 0."
     else:
         differ = f"is {_shown_record(other)} on rank {rank} of the mesh."
-    raise refusal(
-        NotReplicatedError,
+    raise NotReplicatedError.of(
         where=f"value {place.index} of a region, {_shown_record(one)} on rank 0, kept by `Shard`",
         what=differ,
         why="Each rank would keep its part, and the backward would read a mix of the ranks' "

@@ -14,7 +14,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from remat._errors import RematError, refusal
+from remat._errors import RematError
 from remat._graph.meta import TensorMeta
 from remat._torch import levels
 
@@ -217,8 +217,7 @@ class Restoration:
         value = self._value(stored)
         if levels.versions_below(stored.tensors) == before:
             return value
-        raise refusal(
-            RematError,
+        raise RematError.of(
             where="the `decode` of a storage",
             what="changed one of the stored parts.",
             why="A second backward would read the changed part.",

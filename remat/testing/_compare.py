@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat._errors import RematError, refusal
+from remat._errors import RematError
 from remat._graph.meta import TensorMeta
 from remat._torch import tensors as torch_tensors
 
@@ -105,8 +105,7 @@ def require_same(
     if one is not None and isinstance(what, Gap):
         label = f"{label} ({TensorMeta.of(one)})"
     rounding = "to rounding, by the defaults of torch.testing.assert_close."
-    raise refusal(
-        NotEquivalentError,
+    raise NotEquivalentError.of(
         where=f"{where}, {label}",
         what=str(what),
         why=f"They should agree {'to the last bit.' if exact else rounding}",

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from remat._calls.decorated import is_region
-from remat._errors import refusal
 from remat._torch.tensors import storage_key
 from remat.testing._compare import NotEquivalentError, require_same
 from remat.testing._named_transforms import (
@@ -126,8 +125,7 @@ def assert_equivalent(
         excused = [Excuse(name, why) for name, why in answers.items() if why]
         if not compared:
             reasons = "; ".join(f"{each.transform}: {each.reason}" for each in excused)
-            raise refusal(
-                NotEquivalentError,
+            raise NotEquivalentError.of(
                 where="assert_equivalent",
                 what="nothing was compared: the first function supports none of the "
                 f"transforms ({reasons or 'there were none'}).",
@@ -174,8 +172,7 @@ class _ComparedPair:
         try:
             found = self._run(self.g, parts, self.cotangents)
         except UNSUPPORTED as error:
-            raise refusal(
-                NotEquivalentError,
+            raise NotEquivalentError.of(
                 where=f"under {name}",
                 what=f"only the second function raises {type(error).__name__}: "
                 f"{_first_line(error).rstrip('. ')}.",
@@ -249,8 +246,7 @@ def _numbered_labels(found: Sequence[Tensor | None]) -> list[str]:
 
 def _require_equal_results(one: _Result, other: _Result, where: str) -> None:
     if one.rest != other.rest or one.rows.keys() != other.rows.keys():
-        raise refusal(
-            NotEquivalentError,
+        raise NotEquivalentError.of(
             where=f"{where}, the structure of the outputs",
             what=f"is {one.rest} in the first function and {other.rest} in the second.",
             why="Both must return the same pytree, with equal leaves that are "

@@ -120,8 +120,7 @@ class CheckpointOptions:
         except ImplicitRandomnessError as error:
             if self.preserve_rng_state:
                 raise
-            raise refusal(
-                ImplicitRandomnessError,
+            raise ImplicitRandomnessError.of(
                 where="checkpoint(preserve_rng_state=False)",
                 what=f"the function draws random numbers ({str(error).partition(': ')[0]}).",
                 why="The recomputation would draw others, and gradients would be wrong.",

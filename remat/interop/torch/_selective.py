@@ -68,8 +68,7 @@ class Selective(AbstractPolicy):
             return Save() if answer else Recompute()
         made = _DECISIONS.get(answer.name) if isinstance(answer, enum.Enum) else None
         if made is None:
-            raise refusal(
-                PolicyError,
+            raise PolicyError.of(
                 where=f"the policy {self!r}",
                 what=f"answered {answer!r} about {value}.",
                 why="A policy of torch's must return a bool or a CheckpointPolicy.",

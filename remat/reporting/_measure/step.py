@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from remat import _captures
-from remat._errors import RematError, refusal
+from remat._errors import RematError
 from remat._generators import device_states
 from remat._partition.costs import finish_work
 from remat._programs.watching import tensors_in
@@ -92,8 +92,7 @@ class MeasuredStep:
             return outputs
         found = [type(each).__name__ for each in leaves if not isinstance(each, Tensor)]
         unknown = f" (it returned {', '.join(dict.fromkeys(found))})" if found else ""
-        raise refusal(
-            RematError,
+        raise RematError.of(
             where=self.name,
             what=f"returned no tensor that requires grad{unknown}.",
             why="A report measures a forward and its backward. It finds tensors "

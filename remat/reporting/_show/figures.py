@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from remat._errors import RematError, refusal
+from remat._errors import RematError
 from remat.policies._sizes import unit_of
 from remat.reporting._records import SavingPoint, Timeline
 
@@ -192,8 +192,7 @@ def _trade_off(
 def _figure_and_axes(title: str, x_words: str, y_words: str) -> tuple[Figure, Any]:
     """A figure with one pair of axes, made without pyplot and its global state."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise refusal(
-            RematError,
+        raise RematError.of(
             where="a figure",
             what="needs matplotlib, which is not installed.",
             why="It comes with the extra `cli`.",
