@@ -112,7 +112,7 @@ def _run_opened(call: Call, opened: Opened, tensors: Sequence[Tensor]) -> Result
     below = below._replace(is_borrowing=True)
     if count is None:
         return run(below, tensors, save=False)
-    found = _not_none(bind(below, tensors))
+    found = without_none(bind(below, tensors))
     return Results(found[:count], saved=found[count:])
 
 
@@ -253,8 +253,8 @@ def _primal_and_tangents(
         returned = returned_by(below, results.outputs, tensors)
     count = len(returned) - len(pushed.moved)
     flows = results.flows and results.flows[:count]
-    results = results._replace(outputs=_not_none(returned[:count]), flows=flows)
-    return results, dict(zip(pushed.moved, _not_none(returned[count:]), strict=True))
+    results = results._replace(outputs=without_none(returned[:count]), flows=flows)
+    return results, dict(zip(pushed.moved, without_none(returned[count:]), strict=True))
 
 
 def _run_under_vmap(
@@ -282,7 +282,7 @@ def _run_under_vmap(
         below = call.of(batched.region)
         if region.keeps and not save:
             outputs, mutations = bind_all(below, physical)
-            results = Results(_not_none(outputs), mutations)
+            results = Results(without_none(outputs), mutations)
         else:
             results = run(below, physical, save)
     dims = [0] * len(results.flat) if batched.dims is None else batched.dims
@@ -290,8 +290,9 @@ def _run_under_vmap(
     return Results.of(results.shape, wrapped, results.flows)
 
 
-def _not_none(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
+def without_none(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """The tensors of a call that are there."""
+    return [each for each in tensors if each is not None]
 
 
 @final

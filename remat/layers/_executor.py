@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from remat import schedules
+from remat._regions.rules import without_none
 from remat._switches.numerics import Numerics
 from remat._torch import guards
-from remat.layers._links import Pass, pull_back, without_none
+from remat.layers._links import Pass, pull_back
 from remat.layers._stack import Stack, slices_of, stacked_rows
 
 

@@ -17,7 +17,7 @@ from remat._graph.meta import TensorMeta, layout_of
 from remat._regions.forwards import Forward, make_views
 from remat._regions.functions import Pull, Roots, pullback
 from remat._regions.protocol import Asked, Call
-from remat._regions.rules import bind_all, returned_by, run
+from remat._regions.rules import bind_all, returned_by, run, without_none
 from remat._regions.traced import TracedRegion
 from remat._regions.waiting import resumed
 from remat._switches.numerics import Numerics
@@ -391,11 +391,6 @@ def united_bits(bits: Sequence[int], places: int) -> int:
         if places >> place & 1:
             united |= each
     return united
-
-
-def without_none(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """The tensors of a link that are not None."""
-    return [each for each in tensors if each is not None]
 
 
 def add_gradients(one: Tensor | None, other: Tensor | None) -> Tensor | None:

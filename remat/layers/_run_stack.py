@@ -21,13 +21,13 @@ from remat._errors import (
 from remat._graph.meta import TensorMeta
 from remat._partition.analysis import bytes_of, forward_flops
 from remat._regions.protocol import Call
-from remat._regions.rules import bind_all
+from remat._regions.rules import bind_all, without_none
 from remat._rerun.dependence import require_nothing_hidden
 from remat._switches.blocks import is_inert
 from remat._switches.numerics import Numerics
 from remat._torch import levels
 from remat._tracing.thread import is_lifting, is_running, lift
-from remat.layers._links import Link, once_a_region, without_none
+from remat.layers._links import Link, once_a_region
 from remat.layers._scheduled import scheduled
 from remat.layers._stack import Stack
 from remat.schedules import AbstractSchedule, Action, Stage

@@ -27,10 +27,10 @@ from remat._graph.joint import View
 from remat._regions.forwards import Results
 from remat._regions.functions import Batch, Roots, mapped
 from remat._regions.protocol import Asked, Batched, Region, WithoutProgram
+from remat._regions.rules import without_none
 from remat._rerun.region import rerun_of
 from remat._switches.numerics import Numerics
 from remat.layers._executor import Executor
-from remat.layers._links import without_none
 from remat.layers._stack import Stack
 from remat.schedules import Action, Advance, Backward, Ledger
 

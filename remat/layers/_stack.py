@@ -17,8 +17,9 @@ from torch import Tensor
 
 from remat._graph.meta import TensorMeta
 from remat._regions.functions import Batch, mapped
+from remat._regions.rules import without_none
 from remat._tracing.trace import Flat
-from remat.layers._links import Link, dense_stride, on_fakes, united_bits, without_none
+from remat.layers._links import Link, dense_stride, on_fakes, united_bits
 
 _T = TypeVar("_T")
 
