@@ -10,8 +10,6 @@ that is its input. The numbers are those that PyTorch draws outside a graph.
 be used here: AOTAutograd does not accept them in a graph that it has yet to differentiate.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Which are registered, and their states by value.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import OrderedDict
 from collections.abc import Generator, Mapping

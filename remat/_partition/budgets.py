@@ -6,8 +6,6 @@ Its answer becomes decisions, as any policy gives them, so that what is held is 
 partition cuts there, and can be counted.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -6,8 +6,6 @@ counted like one floating-point operation: matmuls are ranked by their FLOPs, an
 comes beside them by what it reads and writes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import operator

@@ -5,10 +5,8 @@ not changed afterwards and prints. `Stages` holds these values in a row: whoever
 runs, plans, reports or warns reads them here.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import final
+from typing import Self, final
 
 from remat._graph.joint import Joint
 from remat._graph.values import label
@@ -31,7 +29,7 @@ class Stages:
     cut: Cut  # what is saved, and what the backward runs
 
     @classmethod
-    def of(cls, joints: tuple[Joint, ...], policy: AbstractPolicy | None) -> Stages:
+    def of(cls, joints: tuple[Joint, ...], policy: AbstractPolicy | None) -> Self:
         """Runs the stages; without a policy nothing may be saved."""
         analysis = analyze(joints[0])
         decisions = {} if policy is None else decide(analysis, policy)

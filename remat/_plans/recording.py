@@ -6,8 +6,6 @@ outputs and gradients of the right sizes. So what is around regions (embeddings,
 optimizer) is counted as it is, and what regions hold and make is added later, for any plans.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy

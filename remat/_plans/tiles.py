@@ -1,7 +1,5 @@
 """More tiles for what a step runs tile by tile, where its limit wants them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterable

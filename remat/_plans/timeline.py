@@ -1,7 +1,5 @@
 """The peak of a training step under plans for its regions, part by part."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import final

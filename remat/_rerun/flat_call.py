@@ -6,8 +6,6 @@ becomes a flat function of the tensors that it reaches, and that function a regi
 the forward found them whenever it runs again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref

@@ -4,12 +4,10 @@ Generators, registered trackers and buffers. The first run notes them by value; 
 one starts from there, and then puts back what stood when it began.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -38,7 +36,7 @@ class _Randomness:
     @classmethod
     def take(
         cls, devices: Iterable[torch.device], explicit: Iterable[torch.Generator] = ()
-    ) -> _Randomness:
+    ) -> Self:
         """As they are now."""
         return cls(
             {device: device_states.record(device) for device in devices},

@@ -6,8 +6,6 @@ taken to mix them. Where the axis is in a result is not for rules to say: traces
 show which dimension is as long as a tile.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import math
@@ -296,7 +294,7 @@ def _along_dims(step: AxisStep) -> Total | None:
     raise MixesError("it works along the axis.")
 
 
-_TOTALS = dict.fromkeys(("sum", "nansum", "count_nonzero"), Total.SUM)
+_TOTALS: dict[str, Total] = dict.fromkeys(("sum", "nansum", "count_nonzero"), Total.SUM)
 _TOTALS["mean"] = Total.MEAN
 
 

@@ -1,7 +1,5 @@
 """Cross-entropy over a large vocabulary, whose logits never exist at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast, final
 

@@ -5,8 +5,6 @@ actions before the first `Backward`. The states and records that are held then w
 plain tensors, in an order that the ledger knows, until the remaining actions run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import final
 

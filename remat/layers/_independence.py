@@ -5,8 +5,6 @@ comes of the length. The axis is followed from the arguments through each step o
 graph, by what `_axis_rules` knows of the operators. Nothing runs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import itertools

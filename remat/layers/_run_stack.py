@@ -1,7 +1,5 @@
 """Shared by `scan` and `chain`: what a stage is, and how a stack of them runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections import Counter

@@ -5,12 +5,10 @@ that the links capture. Its outputs are the leaves of the last state, and the ot
 the links, stacked.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TypeVar, final
+from typing import Self, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -89,7 +87,7 @@ class Stack:
             for each, meta in zip(found, self.operands, strict=True)
         )
 
-    def batched(self, batch: Batch) -> Stack:
+    def batched(self, batch: Batch) -> Self:
         """The stack of the mapped links, over physical tensors.
 
         Each link is mapped, not the stack: gradients of captured tensors are summed

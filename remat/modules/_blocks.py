@@ -1,7 +1,5 @@
 """The blocks of a model: which they are, and how one call of the model calls them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

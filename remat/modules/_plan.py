@@ -1,7 +1,5 @@
 """Splits one budget among the blocks of a model."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import Counter

@@ -1,7 +1,5 @@
 """The training step around a model's blocks, for `modules.plan(step=...)`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, final

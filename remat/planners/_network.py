@@ -14,12 +14,10 @@ If several steps make one value, the price of saving it is divided among them. E
 is then a bound on the optimum, which it need not reach.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from fractions import Fraction
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 
@@ -67,7 +65,7 @@ class Network:
 
     @classmethod
     @functools.lru_cache(maxsize=32)
-    def of(cls, problem: Problem) -> Network:
+    def of(cls, problem: Problem) -> Self:
         """The network of a problem, whose budgets ask for much the same prices."""
         return cls(problem)
 

@@ -4,8 +4,6 @@ That is asked of the device, not of the version of torch: a CPU got these kernel
 torch 2.15, and on other devices older ones may draw other numbers.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

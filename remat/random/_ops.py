@@ -6,8 +6,6 @@ by one. None draws from a generator and none has a derivative; what comes from t
 is drawn again in a backward and never saved (`remat._graph.operators.is_keyed`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType

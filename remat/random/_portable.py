@@ -11,8 +11,6 @@ References:
     https://doi.org/10.1214/aoms/1177706645
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast

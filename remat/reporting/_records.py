@@ -1,7 +1,5 @@
 """The records of a report, bytes, FLOPs and seconds, and how they are written as JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any, final

@@ -4,8 +4,6 @@ The executor of `remat.layers` asks the same ledger before each action, so that 
 that replays is a list that runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final

@@ -9,8 +9,6 @@ Only the device's streams order the work: the host never waits, except when anot
 storage reads what was sent (`Lane.settle`).
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools

@@ -1,9 +1,7 @@
 """Two results, compared: where they differ first, and how much."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import final
+from typing import Self, final
 
 import torch
 from torch import Tensor
@@ -34,7 +32,7 @@ class Gap:
     relative: float
 
     @classmethod
-    def between(cls, one: Tensor, other: Tensor) -> Gap:
+    def between(cls, one: Tensor, other: Tensor) -> Self:
         """Measures two tensors whose bits differ somewhere."""
         one, other = _comparable_result(one), _comparable_result(other)
         different = (one != other) | (_sign_bits(one) != _sign_bits(other))

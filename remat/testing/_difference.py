@@ -7,8 +7,6 @@ value without a match under the same operator and shape is where they differ. Th
 like `diff`, with values instead of lines, and regardless of order.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any, final

@@ -1,7 +1,5 @@
 """Two functions under many transforms: the same numbers, gradients and state, or an error."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final

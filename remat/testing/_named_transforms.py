@@ -6,8 +6,6 @@ their cosines as tangents. Large results are reduced: `jacrev` takes three rando
 outputs, `jacfwd` and `hessian` take three random directions of the arguments.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

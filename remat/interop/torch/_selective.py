@@ -5,15 +5,13 @@ operators and one that returns them. Here there are no modes: the policy is aske
 about each value while the function is traced, and the region follows its answers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import enum
 import functools
 import types
 from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias, cast, final
+from typing import Any, Self, TypeAlias, cast, final
 
 import torch
 from torch.utils.checkpoint import SelectiveCheckpointContext
@@ -53,7 +51,7 @@ class Selective(AbstractPolicy):
     meaning: Hashable
 
     @classmethod
-    def of(cls, function: PolicyFn) -> Selective:
+    def of(cls, function: PolicyFn) -> Self:
         return cls(function, _meaning_of_policy(function, frozenset()))
 
     def __call__(self, value: Value, /) -> Save | Recompute:

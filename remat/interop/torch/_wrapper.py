@@ -4,8 +4,6 @@ torch puts a wrapper module around each module, and hides it from `state_dict`. 
 there is no wrapper: a module keeps its class and its names (`remat.modules`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

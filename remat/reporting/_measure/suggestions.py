@@ -1,7 +1,5 @@
 """Suggests other decisions, each evaluated on the traced programs."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Sequence

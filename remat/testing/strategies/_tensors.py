@@ -1,7 +1,5 @@
 """Tensors described by shape, strides, dtype and seed, which print as Python."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import final
