@@ -51,7 +51,6 @@ class WithLines(fx.Interpreter):
         self.extra_traceback = False  # or it would write into the text of errors
 
     def run_node(self, n: fx.Node) -> Any:
-        """Runs one step, with its line."""
         frames: list[tuple[str, str]] = _FRAME.findall(n.stack_trace or "")
         lines = [_shown_line(*frame) for frame in frames if _is_users_file(frame[0])]
         token = _of_step.set(lines[-1] if lines else "")

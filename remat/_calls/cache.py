@@ -52,7 +52,6 @@ class Cache:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all of them."""
         self.entries: dict[Hashable, list[Entry]] = {}
         self.families: dict[Hashable, Family] = {}
         self.calls = Calls()

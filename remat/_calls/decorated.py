@@ -267,7 +267,6 @@ class DecoratedFunction(Generic[_P, _R]):
         return type(self)(copy.deepcopy(self._fun, memo), self.settings)
 
     def __repr__(self) -> str:
-        """The function and its policy."""
         return f"remat({self._fun!r}, policy={self.settings.policy!r})"
 
 

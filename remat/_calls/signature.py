@@ -46,7 +46,6 @@ class Statics:
 
     @property
     def are_given(self) -> bool:
-        """Whether there are any."""
         return bool(self.positions or self.names)
 
 
@@ -134,7 +133,6 @@ class CallSite(NamedTuple):
 
     @property
     def metas(self) -> tuple[TensorMeta, ...]:
-        """The metadata of the tensors."""
         return tuple(map(TensorMeta.of_operand, self.tensors))
 
     @property

@@ -375,7 +375,6 @@ def shows_contents(kind: type) -> bool:
 
 
 def of_roots(roots: tuple[object, ...], _: set[str]) -> Content:
-    """Of the tuple of roots itself."""
     return {("root", index): root for index, root in enumerate(roots)}
 
 

@@ -60,7 +60,6 @@ class Joint:
 
     @property
     def output_metas(self) -> tuple[TensorMeta, ...]:
-        """The metadata of the outputs."""
         metas = [self.graph.values[ref.index].meta for ref in self.outputs]
         return tuple(
             dataclasses.replace(meta, placement=placement)

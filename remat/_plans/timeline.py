@@ -29,7 +29,6 @@ class Moment:
 
     @property
     def size_bytes(self) -> int:
-        """All of it."""
         return sum(size for _, size in self.parts)
 
     @property

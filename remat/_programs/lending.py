@@ -54,7 +54,6 @@ class _InputIdentity(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _InputIdentity:
-        """Of a plain tensor."""
         (version,) = levels.versions_of([tensor])
         memory = StorageWeakRef(tensor.untyped_storage())
         return cls(memory, tensor.storage_offset(), layout_of(tensor), version)

@@ -237,7 +237,6 @@ def moved_outputs(forward: Forward) -> tuple[int, ...]:
 def tangent_metas(
     operands: Sequence[TensorMeta], has_tangent: Sequence[bool]
 ) -> list[TensorMeta]:
-    """The metadata of the operands' tangents."""
     return [
         dataclasses.replace(meta, requires_grad=meta.is_differentiable)
         for meta in itertools.compress(operands, has_tangent)

@@ -52,12 +52,10 @@ class Results(NamedTuple):
 
     @property
     def flat(self) -> list[Tensor]:
-        """All tensors in a row."""
         return [*self.outputs, *self.mutations, *self.saved, *self.states]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """How many there are of each."""
         return len(self.outputs), len(self.mutations), len(self.saved), len(self.states)
 
     @classmethod
@@ -283,7 +281,6 @@ class FastPath:
 
     @classmethod
     def of(cls, forward: Forward, views: tuple[View, ...] | None = None) -> FastPath:
-        """That of a forward which is one program."""
         count, _, num_saved, num_states = forward.shape
         kept, quiet = count + num_saved, forward.program.quiet
         shape = (forward.untracked, count, kept, num_states)

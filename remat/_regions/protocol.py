@@ -43,7 +43,6 @@ class Asked(NamedTuple):
 
     @property
     def cotangents(self) -> tuple[TensorMeta | None, ...]:
-        """The metadata of the cotangents."""
         return tuple([TensorMeta(*each) if each else None for each in self.layouts])
 
 

@@ -507,7 +507,6 @@ class _Constants:
         self._wanted = set(map(storage_key, filter(_has_storage_to_compare, leaves)))
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of them."""
         return any(tensor is each for each, _ in self._versions)
 
     def before_write(self, target: Tensor, state: RunState) -> None:

@@ -37,7 +37,6 @@ class _Randomness:
     def take(
         cls, devices: Iterable[torch.device], explicit: Iterable[torch.Generator] = ()
     ) -> Self:
-        """As they are now."""
         return cls(
             {device: device_states.record(device) for device in devices},
             Snapshot(),
@@ -53,7 +52,6 @@ class _Randomness:
             return not all(map(torch.equal, before, now))
 
     def put_back(self) -> None:
-        """Sets all of them to these states."""
         for device, state in self.devices.items():
             device_states.swap(state, device)
         self.trackers.put_back()

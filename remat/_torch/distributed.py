@@ -73,7 +73,6 @@ def gather_records(record: Tensor, group: Any) -> list[Tensor]:
 
 
 def ranks_of(group: Any) -> list[int]:
-    """The ranks of a process group."""
     return _dist.get_process_group_ranks(group)
 
 

@@ -15,7 +15,6 @@ _Tree = TypeVar("_Tree")
 
 
 def tensor_leaves(tree: Any) -> list[Tensor]:
-    """The tensors among the leaves of a pytree."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -25,7 +24,6 @@ def wants_gradients(tree: Any) -> tuple[bool, ...]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: _Tree) -> _Tree:
-    """A pytree with `function` applied to its tensors."""
     return pytree.tree_map_only(Tensor, function, tree)
 
 

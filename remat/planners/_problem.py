@@ -93,7 +93,6 @@ class Problem:
 
     @property
     def num_choices(self) -> int:
-        """How many choices there are."""
         return math.prod(1 + len(options) for options in self.items)
 
     @functools.cached_property

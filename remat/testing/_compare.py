@@ -47,7 +47,6 @@ class Gap:
         return cls(tuple(map(int, index)), values, len(places), one.numel(), *most)
 
     def __str__(self) -> str:
-        """One sentence."""
         return (
             f"element {self.index} is {self.values[0]!r} in the first and "
             f"{self.values[1]!r} in the second; {self.num_different} of "

@@ -48,7 +48,6 @@ class Difference:
     mismatch: str = ""
 
     def __str__(self) -> str:
-        """One sentence."""
         name = f' "{self.name}"' if self.name and self.op else self.name
         line = f" at {self.source}" if self.source else ""
         where = f"the {self.phase}: {self.op}{name}{line}"

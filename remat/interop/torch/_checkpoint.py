@@ -98,11 +98,9 @@ class CheckpointOptions:
         return _peer_settings(policy, self.preserve_rng_state, self.engine)
 
     def region(self, function: Callable[..., Any]) -> DecoratedFunction[..., Any]:
-        """A region with these options around a function."""
         return DecoratedFunction(function, self.settings)
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls a function as a region with these options."""
         if is_dynamo_compiling():
             kind = _graph_kind(
                 context_fn=self.context_fn,

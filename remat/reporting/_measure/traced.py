@@ -35,7 +35,6 @@ class Waits(NamedTuple):
 
     @classmethod
     def sum(cls, several: Iterable[Waits]) -> Waits:
-        """The bytes of all together."""
         return cls(*map(sum, zip(Waits(), *several, strict=True)))
 
 
@@ -114,7 +113,6 @@ class RegionTrace:
 
     @property
     def forward_graph(self) -> Graph:
-        """The program of its forward."""
         return self.region.forward(self._roots, True).program.graph
 
     @functools.cached_property

@@ -38,7 +38,6 @@ _VALUES = ("value", "bytes", "waits", "again (FLOP)", "made by", "read by", "reg
 
 
 def html_report(facts: Facts) -> str:
-    """The whole page."""
     page = files("remat.reporting._show").joinpath("page.html").read_text("utf-8")
     regions = ""
     if facts.regions:

@@ -24,7 +24,6 @@ _VALUES = ("value", "held", "made by", "read by", "region")
 
 
 def text_report(facts: Facts) -> str:
-    """The whole report as plain text."""
     parts = [*heading(facts)]
     for heads, rows in _tables(facts):
         parts += ["", *table(heads, rows)]
@@ -33,7 +32,6 @@ def text_report(facts: Facts) -> str:
 
 
 def rich_report(facts: Facts) -> Any:
-    """The whole report as a renderable of rich."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -171,7 +169,6 @@ def counted_size(value: HeldValue | RecomputedValue) -> str:
 
 
 def value_row(value: HeldValue) -> tuple[str, ...]:
-    """The row of the table for a value."""
     waits = "" if value.storage == "Keep()" else f", {value.storage}"
     return (
         title(value),

@@ -52,7 +52,6 @@ class Step:
 
     @property
     def lines(self) -> list[str]:
-        """Its text."""
         names = {"out": self.makes[0], "other": self.makes[-1], "name": self.name}
         return self.statement.text.format(*self.operands, **names).splitlines()
 
