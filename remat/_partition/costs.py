@@ -50,8 +50,6 @@ def is_free(value: Value) -> bool:
 def by_flops(graph: Graph, index: int) -> int:
     """FLOPs by torch's formulas, plus the bytes that are read and written."""
     value = graph.values[index]
-    if is_free(value):
-        return 0
     # Without the state of a generator, which is small.
     read = set(refs((value.args, value.kwargs)))
     metas = [*(graph.values[use].meta for use in read), value.meta]
@@ -91,8 +89,6 @@ def _measured(metas: Iterable[TensorMeta]) -> Costs:
 
     def cost(graph: Graph, index: int) -> int:
         value = graph.values[index]
-        if is_free(value):
-            return 0
         if isinstance(value.op, Applied) and value.op.loops:
             raise _not_on_zeros(value, "Its loop may never end on these.")
         return _once(_times_ns, _time_ns, value, graph.values)
