@@ -45,6 +45,18 @@ _LAID_OUT_BY: dict[Any, int] = {
     aten.native_group_norm.default: 0,
     aten.native_group_norm_backward.default: 1,
 }
+#: CPU kernels that keep statistics, results 1 and 2, in the dtype of their weight or of a running
+#: statistic. A fake mode gives them that of the input, which differs under autocast. Obsolete when
+#: torch's test of fake against real dtypes includes norms in half precision with float weights.
+_STATISTICS_OF_PARAMETERS = frozenset(
+    {
+        aten.native_layer_norm.default,
+        aten.native_group_norm.default,
+        aten.native_batch_norm.default,
+        aten._native_batch_norm_legit.default,
+        aten._native_batch_norm_legit.no_stats,
+    }
+)
 #: Kernels whose output has the strides of a sum of tensors among their arguments: which ones, in
 #: this order; none for a contiguous output. A fake mode decomposes these operators, and where
 #: inputs are laid out in two ways it takes other strides. Obsolete as `_LAID_OUT_BY`.
@@ -191,16 +203,24 @@ class _FakeMode(FakeTensorMode):
             )
 
     def _as_laid_out_by_kernels(self, func: Any, args: Any, found: Any) -> Any:
+        if func in _STATISTICS_OF_PARAMETERS and args[0].device.type == "cpu":
+            result, *statistics = found
+            for parameter in tensor_leaves(args[1:])[:1]:
+                statistics = [each.to(parameter.dtype) for each in statistics]
+            found = (result, *statistics)
         source = _LAID_OUT_BY.get(func)
         is_on_cpu = source is not None and args[source].device.type == "cpu"
-        if is_on_cpu or func is aten.native_group_norm_backward.default:
+        is_of_groups = func is aten.native_group_norm_backward.default
+        if source is not None and (is_on_cpu or is_of_groups):
             first, *rest = found
             if first is not None:
                 # Elsewhere it is contiguous, whatever the argument.
                 layout = torch.contiguous_format
                 if is_on_cpu:
                     layout = suggest_memory_format(args[source])
-                first = torch.empty_like(first, memory_format=layout)
+                first = torch.empty_like(
+                    first, dtype=args[source].dtype, memory_format=layout
+                )
             return (first, *rest)
         if func is aten.multilabel_margin_loss_forward.default and args[0].dim() < 2:
             with self:  # of one row it is one number, and not a row of one

@@ -57,6 +57,39 @@ def test_a_trace_knows_how_kernels_lay_out_what_they_return(
         assert known.stride() == function(*pair).stride()
 
 
+NORMS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
+    "layer": lambda x, w: _aten.native_layer_norm(x, [4], w, None, 1e-5),
+    "group": lambda x, w: _aten.native_group_norm(x, w, w, 2, 4, 4, 2, 1e-5),
+    "group_backward": lambda x, w: _aten.native_group_norm_backward(
+        x, x, w.new_zeros(2, 2), w.new_ones(2, 2), w, 2, 4, 4, 2, [True] * 3
+    ),
+    "batch": lambda x, w: _aten.native_batch_norm(x, w, w, None, None, True, 0.1, 1e-5),
+    "batch_running": lambda x, w: _aten.native_batch_norm(
+        x, None, None, w, w + 1, True, 0.1, 1e-5
+    ),
+    "batch_evaluated": lambda x, w: _aten.native_batch_norm(
+        x, w, w, w, w + 1, False, 0.1, 1e-5
+    ),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_a_trace_knows_the_dtypes_of_what_norms_keep(
+    norm: Callable[[Tensor, Tensor], tuple[Tensor, ...]], dtype: torch.dtype
+) -> None:
+    """Statistics have the dtype of the weight, as under autocast, and not of the input."""
+    x, weight = seeded(2, 4, 4).to(dtype), seeded(4).float()
+
+    mode: Any = fakes.fake_mode(torch.device("cpu"), None)
+    with mode:
+        known = norm(mode.from_tensor(x), mode.from_tensor(weight))
+    kept = norm(x, weight)
+    assert [each.dtype for each in known] == [each.dtype for each in kept]
+    assert [each.nbytes for each in known] == [each.nbytes for each in kept]
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize(
     "activation", [F.softplus, F.elu, F.hardtanh, F.hardswish, F.hardsigmoid]
