@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, cast, overload
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
@@ -176,6 +176,9 @@ def remat(
 def _remat_with(fun: Any, settings: Settings) -> Any:
     if is_dynamo_compiling():
         return decorated_in_graph.with_settings(_remat_with, settings, fun)
+    if isinstance(fun, (staticmethod, classmethod)):
+        method = cast("staticmethod[..., Any] | classmethod[Any, ..., Any]", fun)
+        return type(method)(_remat_with(method.__func__, settings))
     require_function(fun)
     require_parameters(fun, settings.statics)
     if isinstance(fun, nn.Module):

@@ -70,6 +70,16 @@ class Methods:
         return double_sine(x, 2.0 if cls is Methods else 3.0)
 
     @remat
+    @staticmethod
+    def static_inside(x: Tensor) -> Tensor:
+        return double_sine(x, 2.0)
+
+    @remat()
+    @classmethod
+    def of_class_inside(cls, x: Tensor) -> Tensor:
+        return double_sine(x, 2.0 if cls is Methods else 3.0)
+
+    @remat
     def __call__(self, x: Tensor) -> Tensor:
         return double_sine(x, self.factor)
 
@@ -95,6 +105,10 @@ FORMS: dict[str, tuple[Any, Any]] = {
     "static_on_instance": (Methods(1.0).static, lambda x: double_sine(x, 2.0)),
     "class": (Methods.of_class, lambda x: double_sine(x, 2.0)),
     "class_of_child": (Child(1.0).of_class, lambda x: double_sine(x, 3.0)),
+    "above_static": (Methods.static_inside, lambda x: double_sine(x, 2.0)),
+    "above_static_on_instance": (Child(1.0).static_inside, lambda x: double_sine(x, 2.0)),
+    "above_class": (Methods.of_class_inside, lambda x: double_sine(x, 2.0)),
+    "above_class_of_child": (Child(1.0).of_class_inside, lambda x: double_sine(x, 3.0)),
     "super": (Child(2.0).method, lambda x: double_sine(x, 2.0) * 2),
     "dunder_call": (Methods(2.0), lambda x: double_sine(x, 2.0)),
     "partial": (remat(functools.partial(double_sine, factor=2.0)), lambda x: double_sine(x, 2.0)),

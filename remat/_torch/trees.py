@@ -5,9 +5,10 @@ Obsolete when torch.utils._pytree loses its underscore.
 
 # pyright: reportPrivateUsage=false
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar, final
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -24,7 +25,9 @@ def wants_gradients(tree: Any) -> tuple[bool, ...]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: _Tree) -> _Tree:
-    return pytree.tree_map_only(Tensor, function, tree)
+    leaves, spec = flatten(tree)
+    leaves = [function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return unflatten(leaves, spec)
 
 
 def is_array(leaf: object) -> bool:
@@ -33,9 +36,22 @@ def is_array(leaf: object) -> bool:
     return hasattr(kind, "__array_interface__") and hasattr(kind, "__setitem__")
 
 
-# The leaves of a pytree and what puts them together again; and the inverse.
+# The leaves of a pytree and what puts them together again.
 flatten: Callable[[Any], tuple[list[Any], Any]] = pytree.tree_flatten
-unflatten: Callable[[Sequence[Any], Any], Any] = pytree.tree_unflatten
+
+
+def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
+    """The pytree of these leaves; a `torch.Size`, of which torch makes a tuple, stays one."""
+    return _built(spec, iter(leaves))
+
+
+def _built(spec: Any, leaves: Iterator[Any]) -> Any:
+    if spec.is_leaf():
+        return next(leaves)
+    parts = [_built(each, leaves) for each in spec.children()]
+    if spec.type is torch.Size:
+        return torch.Size(parts)
+    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)
 
 
 @final

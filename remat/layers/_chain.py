@@ -13,7 +13,7 @@ from torch import Tensor
 
 from remat._api import remat
 from remat._calls.decorated import DecoratedFunction, RematModule, is_of_module
-from remat._errors import MutationError, ScheduleError
+from remat._errors import MutationError, ScheduleError, refusal
 from remat._graph.meta import TensorMeta
 from remat._torch import dynamo, trees
 from remat.layers import _run_stack, _unrolled
@@ -50,6 +50,7 @@ def chain(
 
     Raises:
         ScheduleError: there is no function, or `schedule` is not a schedule.
+        TypeError: an element cannot be called.
 
     Example:
         >>> import torch
@@ -82,12 +83,14 @@ class Chain:
 
     def __post_init__(self) -> None:
         require_schedule(self.schedule, "chain")
-        if self.fs:
+        others = [f"{f!r}, which cannot be called" for f in self.fs if not callable(f)]
+        if self.fs and not others:
             return
-        raise ScheduleError.of(
+        raise refusal(
+            TypeError if others else ScheduleError,
             where="chain",
-            what="got no function.",
-            why="A chain runs at least one.",
+            what=f"got {(*others, 'no function')[0]}.",
+            why="A chain runs functions or modules, at least one.",
             do="Pass the layers: chain([f, g]).",
         )
 

@@ -384,7 +384,8 @@ def decide(policy: Callable[[Value], object], value: Value) -> Save | Recompute:
         The decision; True has become `Save()`, and False `Recompute()`.
 
     Raises:
-        PolicyError: the policy answered anything but a bool, a `Save` or a `Recompute`.
+        PolicyError: the policy answered anything but a bool, a `Save` or a `Recompute`. What
+            it raises itself gets a note of the value.
 
     Example:
         >>> import torch
@@ -393,7 +394,14 @@ def decide(policy: Callable[[Value], object], value: Value) -> Save | Recompute:
         >>> policies.decide(lambda value: value.size_bytes < 16, value)
         Save(storage=Keep())
     """
-    answer = policy(value)
+    try:
+        answer = policy(value)
+    except Exception as error:
+        if not hasattr(error, "__notes__"):  # of the operand that raised
+            error.add_note(
+                f"{value}: the policy {policy_name(policy)} was asked about it."
+            )
+        raise
     match answer:
         case True:
             return Save()

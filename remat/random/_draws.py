@@ -78,7 +78,7 @@ def uniform(
 
     Raises:
         TypeError: `key` is not a key, or `dtype` not one of these.
-        ValueError: a tensor does not broadcast to `shape`.
+        ValueError: a tensor does not broadcast to `shape`, or `minval` is above `maxval`.
 
     Example:
         >>> from remat import random
@@ -92,6 +92,7 @@ def uniform(
         _require_fit("uniform", shape, minval=minval, maxval=maxval)
         unit = _ops.UNIFORM(key, shape, 0.0, 1.0, dtype)
         return (minval + unit.to(_computed_in(dtype)) * (maxval - minval)).to(dtype)
+    _require(minval <= maxval, "uniform", "minval <= maxval", (minval, maxval))
     return _ops.UNIFORM(key, shape, float(minval), float(maxval), dtype)
 
 
@@ -121,7 +122,7 @@ def normal(
 
     Raises:
         TypeError: `key` is not a key, or `dtype` not one of these.
-        ValueError: a tensor does not broadcast to `shape`.
+        ValueError: a tensor does not broadcast to `shape`, or `std` is a negative number.
 
     Example:
         >>> from remat import random
@@ -134,6 +135,7 @@ def normal(
     """
     require_key(key, "normal")
     _require_drawn_dtype(dtype, _FLOATS, "normal")
+    _require(isinstance(std, Tensor) or std >= 0, "normal", "a std of 0 or more", std)
     shape = as_shape(shape, "normal")
     if isinstance(mean, Tensor) or isinstance(std, Tensor):
         _require_fit("normal", shape, mean=mean, std=std)
@@ -157,7 +159,7 @@ def bernoulli(key: Tensor, shape: Shape = (), *, p: float | Tensor = 0.5) -> Ten
 
     Raises:
         TypeError: `key` is not a key.
-        ValueError: `p` does not broadcast to `shape`.
+        ValueError: `p` does not broadcast to `shape`, or is a number outside [0, 1].
 
     Example:
         >>> from remat import random
@@ -169,6 +171,7 @@ def bernoulli(key: Tensor, shape: Shape = (), *, p: float | Tensor = 0.5) -> Ten
     if isinstance(p, Tensor):
         _require_fit("bernoulli", shape, p=p)
         return _ops.UNIFORM(key, shape, 0.0, 1.0, torch.float32) < p
+    _require(0.0 <= p <= 1.0, "bernoulli", "a p in [0, 1]", p)
     return _ops.MASK(key, shape, float(p), 1.0, torch.bool)
 
 
@@ -246,8 +249,7 @@ def dropout(key: Tensor, x: Tensor, rate: float) -> Tensor:
         et al., JMLR 15, 2014. https://jmlr.org/papers/v15/srivastava14a.html
     """
     require_key(key, "dropout")
-    if not 0.0 <= rate <= 1.0:
-        raise ValueError(f"random.dropout takes a rate in [0, 1], not {rate!r}.")
+    _require(0.0 <= rate <= 1.0, "dropout", "a rate in [0, 1]", rate)
     if not x.is_floating_point() and not x.is_complex():
         raise TypeError(f"random.dropout takes a floating tensor, not {x.dtype}.")
     if rate == 0.0:
@@ -284,7 +286,8 @@ def truncated_normal(
 
     Raises:
         TypeError: `key` is not a key, or `dtype` not one of these.
-        ValueError: a bound does not broadcast to `shape`.
+        ValueError: a bound does not broadcast to `shape`, or two numbers leave nothing
+            between them.
 
     Example:
         >>> from remat import random
@@ -293,6 +296,9 @@ def truncated_normal(
     """
     require_key(key, "truncated_normal")
     _require_drawn_dtype(dtype, _FLOATS, "truncated_normal")
+    if not (isinstance(lower, Tensor) or isinstance(upper, Tensor)):
+        bounds = (lower, upper)
+        _require(lower < upper, "truncated_normal", "lower < upper", bounds)
     computed = _computed_in(dtype)
     shape = as_shape(shape, "truncated_normal")
     _require_fit("truncated_normal", shape, lower=lower, upper=upper)
@@ -469,6 +475,12 @@ def _length_of(axis: int, x: Tensor, function: str) -> int:
             do="Pass an axis of the tensor, or one more dimension.",
         )
     return x.shape[axis]
+
+
+def _require(holds: bool, function: str, takes: str, given: object) -> None:
+    """Raises unless what is asked of the numbers given holds; what tensors hold is not read."""
+    if not holds:
+        raise ValueError(f"random.{function} takes {takes}, not {given!r}.")
 
 
 def _require_fit(function: str, shape: list[int], **given: float | Tensor) -> None:

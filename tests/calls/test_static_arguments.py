@@ -291,3 +291,37 @@ def test_what_hides_its_contents_is_refused(name: str, is_first: bool) -> None:
         "`args.0`" in str(error.value) if is_first else "`args.1.k`" in str(error.value)
     )
     assert "Pass its contents as a tuple, a list or a dict" in str(error.value)
+
+
+class Doubled(torch.autograd.Function):
+    """Takes a size beside its tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: torch.Size) -> Tensor:
+        return x * shape.numel()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
+        return cotangents[0] * 2, None
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("dynamic_shapes", [False, True])
+def test_a_size_stays_one(engine: str, dynamic_shapes: bool) -> None:
+    """As an argument, in a container, given to an `autograd.Function`, and returned."""
+    options: Any = {} if engine == "rerun" else {"dynamic_shapes": dynamic_shapes}
+
+    @remat(engine=engine, **options)
+    def fun(x: Tensor, shape: torch.Size, more: dict[str, torch.Size]) -> Any:
+        assert type(shape) is type(more["s"]) is torch.Size
+        y: Any = Doubled.apply(x * more["s"].numel(), x.shape)
+        return y.reshape(shape).sin(), x.shape, {"s": shape}
+
+    for length in (2, 3):
+        shape, x = torch.Size([2, length]), seeded(2 * length).requires_grad_()
+        y, of_x, more = fun(x, shape, {"s": shape})
+
+        assert (of_x, more) == (x.shape, {"s": shape})
+        assert type(of_x) is type(more["s"]) is torch.Size
+        assert_bitwise(y, (x * len(x) * len(x)).reshape(shape).sin())

@@ -354,6 +354,15 @@ def test_a_chain_of_nothing_is_refused():
         chain([])
 
 
+@pytest.mark.parametrize("stages", [[3], [torch.sin, None]], ids=["one", "second"])
+def test_what_cannot_be_called_is_no_stage(stages: Any):
+    """It is named where the chain is made, and not at a call."""
+    with pytest.raises(
+        TypeError, match=r"chain: got (3|None), which cannot be called\."
+    ):
+        chain(stages)
+
+
 @pytest.mark.parametrize("schedule", [3, Every, "sqrt"], ids=repr)
 @pytest.mark.parametrize("wants", [False, True], ids=["without_grad", "with_grad"])
 def test_what_is_no_schedule_is_refused(schedule: Any, wants: bool):

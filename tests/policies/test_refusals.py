@@ -154,14 +154,18 @@ def test_other_answers_are_refused_inside_compositions(compose: Any):
     assert "the policy from_callable(my_policy) answered 0, of type int." in message
 
 
-def test_errors_of_a_policy_pass():
-    """What a policy raises itself reaches the caller."""
+@pytest.mark.parametrize("compose", [lambda p: p, lambda p: ~p | p], ids=["p", "~p|p"])
+def test_errors_of_a_policy_pass(compose: Any) -> None:
+    """What a policy raises itself reaches the caller, with a note of the value."""
 
     def broken(_: Value) -> bool:
         raise KeyError("no such layer")
 
-    with pytest.raises(KeyError, match="no such layer"):
-        decide(from_callable(broken), value())
+    with pytest.raises(KeyError, match="no such layer") as raised:
+        decide(compose(from_callable(broken)), value())
+
+    policy = "the policy from_callable(broken) was asked about it."
+    assert raised.value.__notes__ == [f"{value()}: {policy}"]
 
 
 def without_hash() -> Any:

@@ -351,6 +351,34 @@ REFUSED: dict[str, Any] = {
         lambda: random.truncated_normal(KEY, 2, upper=torch.ones(3)),
         r"random\.truncated_normal.*shape \(2,\), to which upper, of shape \(3,\)",
     ),
+    "bounds in the other order": (
+        lambda: random.truncated_normal(KEY, (2,), lower=2.0, upper=-2.0),
+        r"random\.truncated_normal takes lower < upper, not \(2\.0, -2\.0\)\.",
+    ),
+    "bounds with nothing between": (
+        lambda: random.truncated_normal(KEY, (2,), lower=1, upper=1),
+        r"takes lower < upper, not \(1, 1\)\.",
+    ),
+    "a bound that is no number": (
+        lambda: random.truncated_normal(KEY, (2,), lower=float("nan")),
+        r"takes lower < upper, not \(nan, 2\.0\)\.",
+    ),
+    "an empty interval": (
+        lambda: random.uniform(KEY, (2,), minval=1.0, maxval=0.0),
+        r"random\.uniform takes minval <= maxval, not \(1\.0, 0\.0\)\.",
+    ),
+    "a negative deviation": (
+        lambda: random.normal(KEY, (2,), std=-1),
+        r"random\.normal takes a std of 0 or more, not -1\.",
+    ),
+    "a deviation that is no number": (
+        lambda: random.normal(KEY, (2,), std=float("nan")),
+        r"takes a std of 0 or more, not nan\.",
+    ),
+    "a probability above one": (
+        lambda: random.bernoulli(KEY, (2,), p=1.5),
+        r"random\.bernoulli takes a p in \[0, 1\], not 1\.5\.",
+    ),
     "biased": (
         lambda: random.randint(KEY, (2,), maxval=2**28 + 1),
         "Draw with dtype=torch.int64, or from a power of two",
