@@ -21,7 +21,7 @@ from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.values import label
 from remat._regions.functions import Roots
-from remat._torch import guards, modes, trees
+from remat._torch import guards, levels, modes, trees
 from remat._tracing.arguments import Given
 from remat._tracing.engines import require_no_engine
 from remat._tracing.open_sizes import Fixed, Template, trace_open
@@ -89,6 +89,23 @@ def _gained(had: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(place for place, (before, after) in pairs if after and not before)
 
 
+def _set_requires_grad(tensors: Sequence[Tensor], wanted: bool) -> None:
+    with modes.without_torch_function():
+        for tensor in tensors:
+            tensor.requires_grad_(wanted)
+
+
+def _told_of(traced: Traced) -> list[Tensor]:
+    """The captured tensors that the function has autograd follow from here on.
+
+    A region inside has told it of the tensor itself, not of the stand-in.
+    """
+    pairs = zip(traced.captured, traced.stand_ins, strict=True)
+    leaves = ((each, stand_in) for each, stand_in in pairs if stand_in.is_leaf)
+    had = levels.requires_grad_anywhere
+    return [each for each, s in leaves if had(each) != s.requires_grad]
+
+
 @final
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
@@ -123,7 +140,8 @@ def trace_call(
     """Traces the function of a call, with open sizes unless `fixed` is None.
 
     If an argument without a gradient gets one, by what the function writes to it, the function is
-    traced again, with its place in `changed`: what is written then is a result like any other.
+    traced again, with its place in `changed`: what is written then is a result like any other. So
+    it is if it has autograd follow a captured tensor (`requires_grad_()`), which then is followed.
     Where torch cannot go on with a symbol for a size, this raises what torch does. `like_outputs`:
     whether its cotangents are laid out as its outputs, as far as is known.
     """
@@ -137,18 +155,21 @@ def trace_call(
         )
         output = flattened.output
         assert output is not None, "a trace calls the function"
-        if flattened.gained:
+        # A trace around would take the looks for those of the user's.
+        with modes.without_torch_function():
+            had = [*map(guards.requires_grad, traced.captured)]
+            gained = _gained(had, traced.stand_ins)
+            asked = _told_of(traced)
+        if flattened.gained or asked:
             take_out(traced.fakes)
             survey.restore()
-            changed = flattened.gained
-            return trace_call(
-                site, fixed, where, like_outputs=like_outputs, changed=changed
-            )
+            changed = flattened.gained or changed
+            with on_error(lambda: _set_requires_grad(asked, False)):
+                _set_requires_grad(asked, True)
+                return trace_call(
+                    site, fixed, where, like_outputs=like_outputs, changed=changed
+                )
         with on_error(lambda: take_out(traced.fakes)):
-            # A trace around would take the look for one of the user's.
-            with modes.without_torch_function():
-                had = [*map(guards.requires_grad, traced.captured)]
-                gained = _gained(had, traced.stand_ins)
             hooked = _captures.put_back_hooked(survey)
             # A buffer that was assigned to itself (out=...) is the buffer, not its stand-in.
             survey.put_back(traced.stand_ins, traced.captured)

@@ -29,14 +29,15 @@ def drawing_from(found: tuple[Any, ...] | None) -> Generator[None]:
         yield
         return
     before = states()
-    _set_python_and_numpy(found)
+    set_states(found)
     try:
         yield
     finally:
-        _set_python_and_numpy(before)
+        set_states(before)
 
 
-def _set_python_and_numpy(found: tuple[Any, ...]) -> None:
+def set_states(found: tuple[Any, ...]) -> None:
+    """Has Python and numpy draw from these states from now on."""
     python, numpy = found
     random.setstate(python)
     if numpy is not None:

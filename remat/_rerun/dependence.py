@@ -79,9 +79,12 @@ def held_leaves(outputs: Sequence[Tensor]) -> Generator[tuple[Tensor, int]]:
 def _is_held_leaf(node: Any) -> bool:
     """Whether the node is that of a leaf, and something in Python holds the leaf.
 
-    Nobody can ask for the gradient of a leaf that a function made for itself and forgot.
+    Nobody can ask for the gradient of a leaf that a function made for itself and forgot, or of
+    one that no longer requires grad.
     """
-    return hasattr(node, "variable") and sys.getrefcount(node.variable) > _unheld_refs()
+    if not hasattr(node, "variable") or not node.variable.requires_grad:
+        return False
+    return sys.getrefcount(node.variable) > _unheld_refs()
 
 
 @functools.cache

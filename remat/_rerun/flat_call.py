@@ -38,7 +38,7 @@ from remat._regions.rules import bind
 from remat._rerun import fully_shard
 from remat._rerun.dependence import dependent_outputs, require_nothing_hidden
 from remat._rerun.region import Rerun
-from remat._rerun.state import RunState
+from remat._rerun.state import NewOperandError, RunState
 from remat._switches.numerics import Numerics
 from remat._torch import (
     autocast,
@@ -92,7 +92,11 @@ def call(
     flat = _FlatCall(fun, reach, wanted, draws=rng == "preserve")
     region = Rerun(flat, flat, wanted, flat.state)
     lifted = [lift(each) for each in operands]
-    returned = bind(Call(region, (fun,), flat.numerics), lifted)
+    try:
+        returned = bind(Call(region, (fun,), flat.numerics), lifted)
+    except NewOperandError:
+        reach.survey.restore()
+        return call(fun, args, kwargs, rng)
     result, stored = flat.returned.around(flat.with_changed(returned))
     for (owner, step), value in zip(flat.stored, stored, strict=True):
         _stored.update((id(each), each) for each in trees.tensor_leaves(value))
@@ -226,6 +230,7 @@ class _FlatCall:
             result = self.fun(*passed.args, **passed.kwargs)
             passed.require_unchanged(self.fun)
             if not is_again:
+                self.constants.require_no_operands()
                 self.stored = [
                     (owner, step)
                     for owner, step, value in self.reach.survey.assigned()
@@ -508,6 +513,12 @@ class _Constants:
 
     def has(self, tensor: Tensor) -> bool:
         return any(tensor is each for each, _ in self._versions)
+
+    def require_no_operands(self) -> None:
+        """Ends a first run that wrote `requires_grad` of one of them, to start over with it."""
+        with modes.without_torch_function():
+            if any(each.requires_grad and each.is_leaf for each, _ in self._versions):
+                raise NewOperandError
 
     def before_write(self, target: Tensor, state: RunState) -> None:
         """Saves what shares memory with the target; refuses a write to what is to be differentiated."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from remat._generators import device_states, streams
-from remat._generators.python_and_numpy import drawing_from, states
+from remat._generators.python_and_numpy import drawing_from, set_states, states
 from remat._generators.trackers import Snapshot
 from remat._graph.meta import TensorMeta
 from remat._rerun import fully_shard
@@ -57,6 +57,10 @@ class _Randomness:
         self.trackers.put_back()
         for generator, state in self.explicit.items():
             generator.set_state(state)
+
+
+class NewOperandError(Exception):
+    """Ends a first run that had autograd follow a captured tensor, which is an operand then."""
 
 
 @final
@@ -139,6 +143,11 @@ class RunState:
             yield
             self.refuse_draws()
             self._require_constants()
+        except NewOperandError:
+            start.put_back()
+            set_states(host)
+            _copy_back(self.kept)
+            raise
         finally:
             self.start = None
         self.before = start
@@ -154,7 +163,8 @@ class RunState:
 
     def _require_constants(self) -> None:
         """Refuses a first run that wrote to a buffer what has a gradient, and undoes it."""
-        gained = [n for n, old in self.kept if n.requires_grad > old.requires_grad]
+        changed = [n for n, old in self.kept if n.requires_grad > old.requires_grad]
+        gained = [each for each in changed if not each.is_leaf]
         if not gained:
             return
         _copy_back(self.kept)

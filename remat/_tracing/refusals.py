@@ -14,7 +14,14 @@ from remat._errors import (
     TraceError,
 )
 from remat._graph.meta import TensorMeta
-from remat._torch import fakes, levels, taking_functions, tensors, trees
+from remat._torch import (
+    fakes,
+    levels,
+    taking_functions,
+    tensors,
+    tracer,
+    trees,
+)
 from remat._user_lines import (
     came_through,
     is_asked_by_user,
@@ -257,6 +264,8 @@ def _require_no_setting(
         if wanted == tensor.requires_grad:
             return
         if wanted:
+            if tracer.proxy_is_active() and not fakes.is_fake(tensor):
+                return  # a captured one, which is followed: the region is traced again
             warn(
                 where=where,
                 what="is written inside a region, of a tensor from outside.",
