@@ -127,6 +127,17 @@ def _refuse_lost_gradient(gradient: Tensor) -> Tensor:
     )
 
 
+def read_by_a_backward(tensor: Tensor) -> CapturedTensorError:
+    """The error for a tensor on which no output depends, but a gradient that is differentiated."""
+    return CapturedTensorError.of(
+        where=f"a tensor {TensorMeta.of(tensor)}",
+        what="is read by a hook or by the backward of an autograd.Function, and by nothing "
+        "that the function returns.",
+        why="Its gradient would be lost in a second derivative.",
+        do="Give it to the autograd.Function, or return something that depends on it, too.",
+    )
+
+
 def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
     """Refuses the result of a plain run that depends on a hidden tensor.
 

@@ -36,9 +36,19 @@ from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Call
 from remat._regions.rules import bind
 from remat._rerun import fully_shard
-from remat._rerun.dependence import dependent_outputs, require_nothing_hidden
+from remat._rerun.dependence import (
+    dependent_outputs,
+    read_by_a_backward,
+    require_nothing_hidden,
+)
 from remat._rerun.region import Rerun
-from remat._rerun.state import NewOperandError, RunState
+from remat._rerun.state import (
+    BACKWARD,
+    RECORDED_BACKWARD,
+    RUN,
+    NewOperandError,
+    RunState,
+)
 from remat._switches.numerics import Numerics
 from remat._torch import (
     autocast,
@@ -223,9 +233,7 @@ class _FlatCall:
         with self._prepared(stand_ins, is_again):
             if is_again:
                 if self.reach.captures:
-                    self.state.last = functools.partial(
-                        self._substituted, stand_ins, is_run=False
-                    )
+                    self.state.last = functools.partial(self._substituted, stand_ins)
                 self.constants.require_unchanged(self.state.found)
             result = self.fun(*passed.args, **passed.kwargs)
             passed.require_unchanged(self.fun)
@@ -304,13 +312,14 @@ class _FlatCall:
 
     @contextlib.contextmanager
     def _substituted(
-        self, stand_ins: dict[int, Tensor], *, is_run: bool = True
+        self, stand_ins: dict[int, Tensor], where: str = RUN
     ) -> Generator[None]:
         """Inside, what stands for an operand replaces it: in a run, or in its backward.
 
-        There a user's `autograd.Function` may call a module, whose parameters it has saved.
+        There a user's `autograd.Function` may call a module, whose parameters it has saved. A
+        hook finds the tensors themselves, unless what it returns is to be differentiated.
         """
-        substituted = _Substituted(self, stand_ins, is_run=is_run)
+        substituted = _Substituted(self, stand_ins, where)
         again = (
             running_again(substituted.operand_for) if self.reach.captures else _NOTHING
         )
@@ -373,13 +382,17 @@ class _Substituted(TorchFunctionMode):
     """Replaces captured tensors by operands, and notes the generators that are used."""
 
     def __init__(
-        self, call: _FlatCall, stand_ins: Mapping[int, Tensor], *, is_run: bool
+        self, call: _FlatCall, stand_ins: Mapping[int, Tensor], where: str
     ) -> None:
-        self._is_run = is_run
+        self._where = where
         self._constants, self._state = call.constants, call.state
         self._is_pure = not call.reach.captures
         self._stand_ins = stand_ins
         self._depth = depth()
+        pairs = zip(
+            call.reach.operands, self._state.dependent_outputs or (), strict=False
+        )
+        self._unreached = {id(operand) for operand, bits in pairs if not bits}
 
     @dynamo.unseen_by_dynamo
     def __torch_function__(
@@ -420,7 +433,10 @@ class _Substituted(TorchFunctionMode):
         if depth() != self._depth:
             return True
         # A hook sees the tensors themselves, with their gradients.
-        return not self._is_run and (is_asked or not autograd.is_in_users_backward())
+        return self._where != RUN and (is_asked or not self._replaces())
+
+    def _replaces(self) -> bool:
+        return self._where != BACKWARD or autograd.is_in_users_backward()
 
     def _call(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -439,9 +455,11 @@ class _Substituted(TorchFunctionMode):
 
     def operand_for(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor, itself if nothing does; it counts as used."""
-        if not (self._is_run or autograd.is_in_users_backward()):
+        if not self._replaces():
             return tensor
         known = self._stand_ins.get(id(tensor))
+        if self._where == RECORDED_BACKWARD and id(tensor) in self._unreached:
+            raise read_by_a_backward(tensor)
         if self._state.before is None:
             self._state.used.add(id(tensor))
             # Autograd's graph of the run, which is searched later, does not show these levels.

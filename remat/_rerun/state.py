@@ -59,6 +59,10 @@ class _Randomness:
             generator.set_state(state)
 
 
+# Where tensors are replaced: in a run, in its backward, or in one that is to be differentiated.
+RUN, BACKWARD, RECORDED_BACKWARD = "run", "backward", "recorded backward"
+
+
 class NewOperandError(Exception):
     """Ends a first run that had autograd follow a captured tensor, which is an operand then."""
 
@@ -97,7 +101,9 @@ class RunState:
         self.used: set[int] = set()  # the ids of what operators get, in the first run
         self.made: set[int] = set()  # those of what a run has made, until the next one
         # What the backward of the last run is in, such that it finds what the run found.
-        self.last: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+        self.last: Callable[[str], contextlib.AbstractContextManager[None]] | None = (
+            None
+        )
 
     def note_generator(self, generator: torch.Generator) -> None:
         """Notes the state of a user's generator before the first draw from it."""
@@ -127,7 +133,7 @@ class RunState:
         last, self.last = self.last, None
         if last is None:
             return vars(torch.autograd)["grad"](*given, **how)
-        with last():
+        with last(RECORDED_BACKWARD if how["create_graph"] else BACKWARD):
             return autograd.grad_in_modes(*given, **how)
 
     @contextlib.contextmanager

@@ -447,7 +447,7 @@ def of_the_users(
             "forward did not save, or a hook one that it captures.",
             why="It would be stale, or lose its gradient, at the next call.",
             do="Pass it to the forward, and save it with ctx.save_for_backward; pass "
-            "a hook's to the region.",
+            f"a hook's to the region; or use {_RERUN}.",
         )
     return of_a_step(error, where)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from remat import CapturedTensorError, modules, remat
-from tests.support import assert_bitwise, seeded
+from remat import CapturedTensorError, RematWarning, modules, remat
+from tests.support import assert_bitwise, assert_close, grads, seeded
 
 pytestmark = pytest.mark.contract
 
@@ -134,3 +134,64 @@ def test_a_hook_that_calls_backward_on_something_else() -> None:
 
     assert calls == [1]
     assert_bitwise(weight.grad, weight.exp())
+
+
+class Through(torch.autograd.Function):
+    """Its backward reads a layer that it is not given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
+        return ctx.layer(cotangents[0]).sin(), None
+
+
+def hooked(x: Tensor, layer: nn.Module) -> Tensor:
+    """A hook reads the layer."""
+    y = x.sin()
+    y.register_hook(lambda gradient: layer(gradient).sin())
+    return y
+
+
+SECOND = {
+    "hook": hooked,
+    "function": lambda x, layer: Through.apply(x, layer),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("reads", [False, True], ids=["backward alone", "both"])
+@pytest.mark.parametrize("inner", SECOND.values(), ids=SECOND)
+def test_what_a_backward_reads_has_a_gradient_in_a_second_derivative(
+    inner: Any, reads: bool
+) -> None:
+    """Where an output depends on it, too; else it would be lost, and is refused.
+
+    A trace refuses both, and so `engine="auto"` runs again.
+    """
+    layer = nn.Linear(4, 4, bias=False).double()
+
+    def fun(x: Tensor) -> Tensor:
+        y = inner(x * layer.weight.sum() if reads else x, layer)
+        return y.square().sum()
+
+    def second(loss: Any) -> Any:
+        x = seeded(4).requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(x), x, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), [x, layer.weight])
+
+    region = remat(fun, engine="rerun")
+    auto = remat(fun, engine="auto")
+    auto.cache_clear()
+    with pytest.warns(RematWarning, match="uses a tensor that its forward did not"):
+        assert_bitwise(grads(auto, [seeded(4)]), grads(fun, [seeded(4)]))
+    if reads:
+        assert_close(second(region), second(fun))
+        return
+    with pytest.raises(
+        CapturedTensorError, match="by nothing that the function returns"
+    ):
+        second(region)
