@@ -24,7 +24,7 @@ from remat._regions.forwards import Calls
 from remat._switches.numerics import Numerics
 from remat._torch import fakes, levels, tracer
 from remat._tracing.open_sizes import CANNOT_OPEN
-from remat._tracing.refusals import raises_in_its_trace
+from remat._tracing.refusals import raises_in_its_trace, require_answers
 from remat._tracing.thread import known_inside
 from remat._user_lines import warn
 
@@ -91,6 +91,7 @@ class Cache:
         """Whether a captured tensor is to be differentiated."""
         found = self._holding(site)
         reached = _captures.Survey(site.roots).reached if found is None else found[1]
+        require_answers(reached)
         return any(map(levels.requires_grad_anywhere, reached))
 
     def _keep(

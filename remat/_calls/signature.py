@@ -31,7 +31,12 @@ from remat._tracing.arguments import (
     parameter_names,
     positional_parameters,
 )
-from remat._tracing.refusals import is_strided, overriding, unstrided
+from remat._tracing.refusals import (
+    is_strided,
+    overriding,
+    require_answers,
+    unstrided,
+)
 
 TENSOR, AGAIN, STATIC, ROOT = "tensor", "again", "static", "root"
 
@@ -243,6 +248,7 @@ class _KeyReader:
             kind = cast("type[Tensor]", type(tree))
             if kind is not Tensor and overrides_functions(kind):
                 self.is_traceable = False
+                require_answers([tree])
             if not is_strided(tree):
                 self.is_traceable = False
                 self.wants_gradient |= levels.requires_grad_anywhere(tree)

@@ -25,7 +25,7 @@ from remat._torch import guards, levels, modes, trees
 from remat._tracing.arguments import Given
 from remat._tracing.engines import require_no_engine
 from remat._tracing.open_sizes import Fixed, Template, trace_open
-from remat._tracing.refusals import gains_gradient
+from remat._tracing.refusals import gains_gradient, require_answers
 from remat._tracing.side_effects import (
     on_error,
     require_no_effects,
@@ -148,6 +148,7 @@ def trace_call(
     started = time.perf_counter()
     require_no_engine(site.function)
     survey = _captures.Survey(site.roots)
+    require_answers(survey.reached)
     flattened = Flattened(site.layout, len(site.tensors), changed)
     with on_error(survey.restore), python_and_numpy.warned_of_draws(where):
         traced, reads, template = _run_trace(

@@ -78,6 +78,7 @@ from remat._tracing.refusals import (
     mutates,
     out_keeps_its_shape,
     out_of_reach,
+    require_answers,
     require_tellable,
     uninitialized,
 )
@@ -151,11 +152,11 @@ class _Reached:
         self.engine = fully_shard.Engine.reached(self.survey)
         self.managed = self.engine.managed if self.engine else []
         reached = self.survey.reached
+        require_answers([*self.passed, *reached])
         others = set(map(id, [*self.passed, *self.managed]))
         for tensor in reached:
             if is_lazy(tensor):
-                label = self.survey.tensors[id(tensor)][0].label
-                raise uninitialized(f"{label}")
+                raise uninitialized(str(self.survey.tensors[id(tensor)][0].label))
         self.beyond = [each for each in reached if id(each) not in others]
         followed = filter(levels.is_followed, self.beyond)
         captured = [each for each in followed if id(each) not in _stored]

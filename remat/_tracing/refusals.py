@@ -1,7 +1,7 @@
 """The errors of functions and tensors that cannot be traced, wherever a region meets them."""
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,21 @@ def overriding(kind: type[Tensor]) -> TraceError:
         "the backward, but not in the trace that they are made from.",
         do=f"Pass `x.as_subclass(torch.Tensor)`, or use {_RERUN}.",
     )
+
+
+def require_answers(reached: Iterable[Tensor]) -> None:
+    """Refuses tensors of a class that answers for no tensor, as torch's ExpandedWeight."""
+    for kind, each in {type(each): each for each in reached}.items():
+        try:
+            _ = tensors.overrides_functions(kind) and each.requires_grad
+        except Exception as error:
+            raise TraceError.of(
+                where=f"a tensor of the class {kind.__qualname__}",
+                what=f"does not say whether it requires grad ({error}).",
+                why="A region runs its function on stand-ins for the tensors that it reaches.",
+                do="Call the model without regions (remat.disabled()). For gradients of each "
+                "example, map the gradient: torch.func.vmap(torch.func.grad(loss)).",
+            ) from error
 
 
 def unknown_class(tensor: Tensor) -> TraceError:

@@ -262,30 +262,47 @@ def _note_forward(graph: fx.Graph) -> None:
 
 
 def _record_run(run: _TraceRun) -> fx.GraphModule:
+    try:
+        return _recorded(run)
+    except (RematError, Warning):
+        raise
+    except Exception as error:
+        found = _refusal_of(run, error)
+        if found is None:
+            raise
+        raise found from error
+
+
+def _recorded(run: _TraceRun) -> fx.GraphModule:
     running = run.running
     operands = [fake_of(meta) for meta in run.request.operands]
     if not run.request.is_program:
         running.fakes.extend(map(weakref.ref, operands))
-    try:
-        module = tracer.make_fx(run, operands, collectives.functional_twins())
-        # What was detached and has a gradient was written to since.
-        cuts = zip(importing.cut_outputs(module.graph), run.detached, strict=False)
-        run.cut = tuple(is_cut and is_detached for is_cut, is_detached in cuts)
-        if running.reshapes and in_place_operators.writes_to_reshaped(module.graph):
-            raise refusals.reshapes_in_place(running.reshapes)
-        module = importing.functionalize(module, operands)
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        if isinstance(error, RematError):
-            raise
-        is_backward = bool(run.layouts)
-        found = running.refused or refusals.of_the_users(error, is_backward=is_backward)
-        found = found or refusals.of_torchs_own(error)
-        if found is None and running.reshapes and is_backward:
-            found = refusals.reshapes_in_place(running.reshapes)
-        if found is None:
-            raise
-        raise found from error
-    return module
+    module = tracer.make_fx(run, operands, collectives.functional_twins())
+    # What was detached and has a gradient was written to since.
+    cuts = zip(importing.cut_outputs(module.graph), run.detached, strict=False)
+    run.cut = tuple(is_cut and is_detached for is_cut, is_detached in cuts)
+    if running.reshapes and in_place_operators.writes_to_reshaped(module.graph):
+        raise refusals.reshapes_in_place(running.reshapes)
+    return importing.functionalize(module, operands)
+
+
+# What torch raises in a trace.
+_OF_TORCH = (RuntimeError, AssertionError, NotImplementedError, TypeError)
+
+
+def _refusal_of(run: _TraceRun, error: Exception) -> RematError | None:
+    """What an error that is raised in a trace says of the user's function, if anything."""
+    running, is_backward = run.running, bool(run.layouts)
+    if not isinstance(error, _OF_TORCH):
+        # A hook, or the backward of an `autograd.Function`, may count on being called once.
+        is_refused = is_backward and run.request.sizes is None
+        return refusals.raises_in_its_trace(error) if is_refused else None
+    found = running.refused or refusals.of_the_users(error, is_backward=is_backward)
+    found = found or refusals.of_torchs_own(error)
+    if found is None and running.reshapes and is_backward:
+        found = refusals.reshapes_in_place(running.reshapes)
+    return found
 
 
 def _finish_trace(run: _TraceRun, module: fx.GraphModule) -> Traced:

@@ -197,6 +197,41 @@ def test_what_raises_only_in_a_trace_runs_again() -> None:
     assert_bitwise(found, grads(torch.sin, [seeded(4)]))
 
 
+class PerExample(nn.Linear):
+    """Keeps what it is given for a hook that takes it once, as those of opacus do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y, given = super().forward(input), [input.detach()]
+
+        def hook(gradient: Tensor) -> None:
+            self.norms = (gradient.T @ given.pop()).norm()
+
+        y.register_hook(hook)
+        return y
+
+
+@pytest.mark.contract
+def test_what_raises_only_in_the_backward_of_a_trace_runs_again() -> None:
+    """A trace refuses it, with the line: it calls the hook once for each layout."""
+
+    def of(engine: Any) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        layer = PerExample(4, 4, dtype=torch.float64)
+        model = nn.Sequential(nn.Tanh(), layer)
+        region = remat(model, engine=engine) if engine else model
+        found = grads(region, [seeded(3, 4)])
+        return found, layer.norms
+
+    with pytest.raises(
+        TraceError, match=r"test_auto\.py:\d+: the function raises in its"
+    ):
+        of("trace")
+    with pytest.warns(RematWarning, match="IndexError: pop from empty list"):
+        found = of("auto")
+
+    assert_bitwise(found, of(None))
+
+
 @pytest.mark.contract
 def test_a_refused_trace_has_drawn_nothing() -> None:
     """The numbers are those of a plain call, and generators end where it would leave them."""

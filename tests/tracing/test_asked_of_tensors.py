@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils._expanded_weights import ExpandedWeight
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 from remat import RematWarning, TraceError, remat
 from tests.support import assert_bitwise, seeded
@@ -290,3 +292,26 @@ def test_a_view_of_what_was_transposed_in_place_and_written_is_refused() -> None
     with pytest.raises(TraceError, match=r'transposed in place.*engine="rerun"'):
         remat(fun)(x)
     assert_bitwise(remat(fun, engine="rerun")(x), fun(x))
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun", "auto"])
+@pytest.mark.parametrize("wants", [False, True], ids=["weights alone", "input, too"])
+def test_a_class_that_answers_no_question_is_refused(engine: Any, wants: bool) -> None:
+    """As torch's for gradients of each example, captured or passed; vmap gives these."""
+    layer = nn.Linear(4, 3).double()
+    region: Any = remat(layer, engine=engine)
+    x = seeded(2, 4).requires_grad_(wants)
+
+    with pytest.raises(
+        TraceError, match=r"ExpandedWeight: does not say .* map the grad"
+    ):
+        call_for_per_sample_grads(region)(x)
+    weight = ExpandedWeight(layer.weight, 2, "sum")
+    with pytest.raises(TraceError, match="ExpandedWeight: does not say"):
+        remat(nn.functional.linear, engine=engine)(x, weight)
+    call_for_per_sample_grads(layer)(x).sum().backward()
+    each = torch.func.vmap(
+        torch.func.grad(lambda w, x: remat(nn.functional.linear)(x, w).sum()), (None, 0)
+    )
+    expected: Any = layer.weight
+    assert_bitwise(each(layer.weight.detach(), x.detach()), expected.grad_sample)
