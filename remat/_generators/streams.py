@@ -203,15 +203,18 @@ def is_state(tensor: Tensor) -> bool:
         return _seed(tensor) in (*trace.seeds.values(), *trace.streams)
 
 
-def implicit(where: str) -> ImplicitRandomnessError:
+_DRAWS = "draws from a torch.Generator"
+
+
+def implicit(where: str, does: str = _DRAWS) -> ImplicitRandomnessError:
     """The error for a function that must draw from keys and draws from a generator."""
+    instead = ", or set the rate to 0" if does == _DRAWS else ""
     return ImplicitRandomnessError.of(
         where=where,
-        what="the function draws from a torch.Generator.",
+        what=f"the function {does}.",
         why='Under rng="keys" all randomness comes from keys, so that a '
         "recomputation needs no generator state.",
-        do='Pass rng="preserve" to have generator states recorded, or set the rate '
-        "to 0.",
+        do=f'Pass rng="preserve" to have generator states recorded{instead}.',
     )
 
 

@@ -1,9 +1,8 @@
 """`engine="rerun"`: functions that cannot be traced run again, in Python, in the backward.
 
-This is for branches on values, opaque kernels, and shapes that depend on data. Here a call
-becomes a flat function of the tensors that it reaches, and that function a region
-(`_rerun.region`). Generators, registered trackers and module buffers are put back to where
-the forward found them whenever it runs again.
+This is for branches on values, opaque kernels, and shapes that depend on data. A call becomes a flat
+function of the tensors that it reaches, and that a region (`_rerun.region`). Generators, registered
+trackers and module buffers are put back to where the forward found them whenever it runs again.
 """
 
 import contextlib
@@ -422,6 +421,7 @@ class _Substituted(TorchFunctionMode):
         if self._state.before is None:
             for target in _written_tensors(func, args, kwargs):
                 self._constants.before_write(target, self._state)
+        self._state.refuse_draws()
         out = self._call(func, args, kwargs)
         given = set(map(id, trees.tensor_leaves((args, kwargs))))
         self._state.made |= set(map(id, trees.tensor_leaves(out))) - given

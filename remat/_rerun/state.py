@@ -116,13 +116,18 @@ class RunState:
             self.kept.append((tensor, tensor.detach().clone()))
 
     def refuse_draws(self, func: Callable[..., Any] | None = None) -> None:
-        """Refuses a draw from a generator in the first run if draws must come from keys."""
+        """Refuses a draw in the first run, by `func`, if draws must come from keys.
+
+        Without `func`, which a look before and after each tells, a generator was set.
+        """
         # In a trace nothing is drawn, and the trace checks its own draws.
         if self.draws or is_running() or not (self.start and self.start.has_moved()):
             return
         self.start.put_back()
-        name = "the function" if func is None else f"torch.{function_name(func)}"
-        raise streams.implicit(f"{name} at {user_line()}")
+        if func is not None:
+            raise streams.implicit(f"torch.{function_name(func)} at {user_line()}")
+        does = "sets a torch.Generator to another state, as the fork of a tracker does"
+        raise streams.implicit(f"the function, before {user_line()}", does)
 
     def around(self) -> contextlib.AbstractContextManager[None]:
         """The first run changes the state; each later one starts from the same."""

@@ -62,11 +62,19 @@ def call_as_region(
     """
     if storage is not None and is_dynamo_compiling():
         dynamo.end_graph(_WITH_STORAGE)
-    waiting = _KEEP if storage is None else storage()
     if is_region(function) and function.settings.engine != "trace":
-        # Raises if they are to wait in another form.
-        Settings(engine="rerun", inputs=InputStorages(others=waiting))
+        if storage is not None:
+            raise refusal(
+                ValueError,
+                where=f"checkpoint({function!r}, ...)",
+                what="should keep its arguments in parts, or in another memory "
+                "(distribute_saved_activations, partition_activations, cpu_checkpointing).",
+                why=f"The region has engine={function.settings.engine!r}, which the drop-in "
+                "leaves to it; it holds its arguments as they are.",
+                do="Leave that option off, or pass the function without `remat`.",
+            )
         return function(*args, **kwargs)
+    waiting = _KEEP if storage is None else storage()
     if is_dynamo_compiling():
         return torch_compile.call(_KIND, function, args, dict(kwargs))
     return DecoratedFunction(function, _settings_of_drop_in(waiting))(*args, **kwargs)

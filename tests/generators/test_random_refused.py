@@ -140,3 +140,39 @@ def test_what_does_not_draw_runs_again() -> None:
     found = torch.autograd.grad(region(x).sum(), x)
 
     assert_bitwise(found, torch.autograd.grad(fun(x).sum(), x))
+
+
+def forks(x: Tensor, rate: float = 0.0) -> Tensor:
+    """As a tracker does around dropout, which draws nothing at this rate."""
+    before = torch.get_rng_state()
+    torch.manual_seed(11)
+    y = F.dropout(x.sin(), rate)
+    torch.set_rng_state(before)
+    return y
+
+
+def sets_last(x: Tensor) -> Tensor:
+    y = x.sin()
+    torch.manual_seed(11)
+    return y
+
+
+@pytest.mark.parametrize("fun", [forks, sets_last])
+def test_a_run_that_sets_a_generator_is_not_told_that_an_operator_draws(
+    fun: Any,
+) -> None:
+    """The line is that of what comes after; the state is as before."""
+    state = torch.get_rng_state()
+
+    refused: Any = remat(fun, engine="rerun")
+    with pytest.raises(ImplicitRandomnessError) as raised:
+        refused(seeded(4).requires_grad_())
+    text = str(raised.value)
+
+    assert "the function sets a torch.Generator to another state" in text
+    assert "sin at" not in text
+    assert text.endswith('Pass rng="preserve" to have generator states recorded.')
+    assert torch.equal(torch.get_rng_state(), state)
+    region: Any = remat(fun, engine="rerun", rng="preserve")
+    x = seeded(4).requires_grad_()
+    assert_bitwise(region(x), fun(x))

@@ -287,11 +287,27 @@ def test_what_cannot_be_traced_says_how_to_run_again(checkpoint: Checkpoint) -> 
     assert_bitwise(gradients(y, x), gradients(branching(x), x))
 
 
-def test_what_runs_again_is_not_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its inputs are kept as they are, and this is said."""
+@pytest.mark.parametrize("engine", ["rerun", "auto"])
+def test_what_runs_again_is_not_sharded(
+    monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """Its inputs are kept as they are, and this is said in the peers' words."""
     monkeypatch.setattr(_Current, "value", _Configuration(checkpoint_in_cpu=True))
-    with pytest.raises(ValueError, match="has no effect with this engine"):
-        deepspeed.checkpoint(remat(torch.sin, engine="rerun"), torch.ones(3))
+    region, x = remat(torch.sin, engine=engine), torch.ones(3)
+    calls: list[Callable[[], Any]] = [
+        lambda: deepspeed.checkpoint(region, x),
+        lambda: megatron.checkpoint(region, True, x),
+        lambda: transformer_engine.checkpoint(
+            region, x, distribute_saved_activations=True
+        ),
+    ]
+
+    words = (
+        rf"in parts.*\(distribute_saved_.*engine='{engine}', .* Leave that option off"
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_a_region_inside_bounds_the_recomputation() -> None:
