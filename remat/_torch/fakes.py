@@ -34,6 +34,7 @@ _optimizers: Any = optimizers
 _registrations: Any = _meta_registrations
 _taking: Any = taking_utils
 _META = torch.device("meta")
+_HALVES = frozenset({torch.bfloat16, torch.float16})
 _MOST_REMEMBERED = 4096  # calls of operators, at two kilobytes each
 aten: Any = torch.ops.aten
 #: CPU kernels that give their first output the memory format of an argument, and which argument. A
@@ -165,6 +166,7 @@ class _FakeMode(FakeTensorMode):
             return self._grouped_product(*args, **kwargs)
         with no_dual_level(), self._in_python():
             found: Any = super().__torch_dispatch__(func, types, args, kwargs)
+            found = self._as_of_floats(func, args, kwargs, found)
             found = self._as_laid_out_by_kernels(func, args, found)
         if self.made is not None:
             self.made.extend(map(weakref.ref, tensor_leaves(found)))
@@ -201,6 +203,32 @@ class _FakeMode(FakeTensorMode):
             return _registrations._create_grouped_mm_output_tensor(
                 left, right, offsets, out_dtype
             )
+
+    def _as_of_floats(self, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+        """The layout of a pointwise result in half precision, where an operand is expanded.
+
+        torch finds it for floats that it makes of the operands, densely; kernels make none.
+        Obsolete when its shape functions keep the strides of what they convert.
+        """
+        if not isinstance(found, Tensor) or found.dtype not in _HALVES:
+            return found
+        given = [each for each in tensor_leaves((args, kwargs)) if each.dim()]
+        is_expanded = any(0 in each.stride() for each in given)
+        is_pure = torch.Tag.pointwise in func.tags and not func._schema.is_mutable
+        kinds = {each.dtype for each in given if each.is_floating_point()}
+        if not (is_expanded and is_pure and kinds == {found.dtype}):
+            return found
+
+        def as_float(tensor: Tensor) -> Tensor:
+            if tensor.dtype not in _HALVES:
+                return tensor
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=torch.float32, device=tensor.device
+            )
+
+        with self:
+            args, kwargs = map_tensors(as_float, (args, kwargs))
+            return torch.empty_like(func(*args, **kwargs), dtype=found.dtype)
 
     def _as_laid_out_by_kernels(self, func: Any, args: Any, found: Any) -> Any:
         if func in _STATISTICS_OF_PARAMETERS and args[0].device.type == "cpu":

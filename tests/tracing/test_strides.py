@@ -38,13 +38,29 @@ TWO_LAYOUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+ALIKE = {
+    "gelu": lambda g, x: _aten.gelu_backward(g, x),
+    "tanh": lambda g, x: _aten.tanh_backward(g, x),
+    "silu": lambda g, x: _aten.silu_backward(g, x),
+    "product": torch.mul,
+    "quotient": torch.div,
+    "sum": lambda g, x: torch.add(g, x, alpha=2),
+    "choice": lambda g, x: torch.where(g > 0, g, x),
+    "three": lambda g, x: torch.addcmul(g, x, x),
+    "with_a_number": lambda g, x: torch.sub(g * x.new_ones((), dtype=torch.float32), x),
+}
+
+
 @pytest.mark.contract
-@pytest.mark.parametrize("function", TWO_LAYOUTS.values(), ids=TWO_LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "function", (TWO_LAYOUTS | ALIKE).values(), ids=TWO_LAYOUTS | ALIKE
+)
 def test_a_trace_knows_how_kernels_lay_out_what_they_return(
-    function: Callable[[Tensor, Tensor], Tensor],
+    function: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype
 ) -> None:
     """Where inputs are laid out in two ways torch's own fake tensors had other strides."""
-    x = seeded(2, 3, 4).sigmoid()
+    x = seeded(2, 3, 4).sigmoid().to(dtype)
     orders = itertools.permutations(range(3))
     laid_out = [
         torch.empty_permuted(x.shape, order, dtype=x.dtype).copy_(x) for order in orders
@@ -55,6 +71,22 @@ def test_a_trace_knows_how_kernels_lay_out_what_they_return(
         with mode:
             known = function(*map(mode.from_tensor, pair))
         assert known.stride() == function(*pair).stride()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_an_expanded_operand_scales_is_flattened(dtype: torch.dtype) -> None:
+    """In half precision a trace took the product for contiguous, and viewed it: an error."""
+
+    def function(x: Tensor, scale: Tensor) -> Tensor:
+        return (scale.expand(x.shape) * x).flatten(1).sin()
+
+    x = seeded(2, 3, 4, 4).to(dtype).to(memory_format=torch.channels_last)
+    scale = seeded(3, 1, 1).to(dtype)
+    assert_bitwise(
+        grad(lambda x: remat(function)(x, scale).sum())(x),
+        grad(lambda x: function(x, scale).sum())(x),
+    )
 
 
 NORMS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
