@@ -167,6 +167,8 @@ class _FakeMode(FakeTensorMode):
         with no_dual_level(), self._in_python():
             found: Any = super().__torch_dispatch__(func, types, args, kwargs)
             found = self._as_of_floats(func, args, kwargs, found)
+            if self._home.type == "cpu":
+                found = self._as_of_cpu(func, args, found)
             found = self._as_laid_out_by_kernels(func, args, found)
         if self.made is not None:
             self.made.extend(map(weakref.ref, tensor_leaves(found)))
@@ -230,12 +232,19 @@ class _FakeMode(FakeTensorMode):
             args, kwargs = map_tensors(as_float, (args, kwargs))
             return torch.empty_like(func(*args, **kwargs), dtype=found.dtype)
 
-    def _as_laid_out_by_kernels(self, func: Any, args: Any, found: Any) -> Any:
-        if func in _STATISTICS_OF_PARAMETERS and args[0].device.type == "cpu":
+    def _as_of_cpu(self, func: Any, args: Any, found: Any) -> Any:
+        """What kernels of a CPU alone make otherwise than a fake mode says."""
+        if func is aten.log_sigmoid_forward.default:
+            dense = torch.contiguous_format
+            return tuple(torch.empty_like(each, memory_format=dense) for each in found)
+        if func in _STATISTICS_OF_PARAMETERS:
             result, *statistics = found
             for parameter in tensor_leaves(args[1:])[:1]:
                 statistics = [each.to(parameter.dtype) for each in statistics]
-            found = (result, *statistics)
+            return (result, *statistics)
+        return found
+
+    def _as_laid_out_by_kernels(self, func: Any, args: Any, found: Any) -> Any:
         source = _LAID_OUT_BY.get(func)
         is_on_cpu = source is not None and args[source].device.type == "cpu"
         is_of_groups = func is aten.native_group_norm_backward.default

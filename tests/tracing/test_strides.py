@@ -39,6 +39,7 @@ TWO_LAYOUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 ALIKE = {
+    "log_sigmoid_forward": lambda _, x: _aten.log_sigmoid_forward(x)[0],
     "gelu": lambda g, x: _aten.gelu_backward(g, x),
     "tanh": lambda g, x: _aten.tanh_backward(g, x),
     "silu": lambda g, x: _aten.silu_backward(g, x),
@@ -71,6 +72,15 @@ def test_a_trace_knows_how_kernels_lay_out_what_they_return(
         with mode:
             known = function(*map(mode.from_tensor, pair))
         assert known.stride() == function(*pair).stride()
+
+
+@pytest.mark.contract
+def test_what_log_sigmoid_gives_is_flattened() -> None:
+    """Its kernel lays out densely what a trace took for transposed, as the input is, and viewed."""
+    x = seeded(2, 3)
+
+    found = remat(lambda x: F.logsigmoid(x.mT).mT.flatten().sin())(x.requires_grad_())
+    assert_bitwise(found, F.logsigmoid(x).flatten().sin())
 
 
 @pytest.mark.contract
