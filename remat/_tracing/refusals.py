@@ -471,6 +471,11 @@ def of_the_users(
 _OF_TORCHS_OWN = ("INTERNAL ASSERT FAILED", "requires special handling", "but got meta")
 
 
+def is_of_a_stand_in(error: Exception) -> bool:
+    """Whether an error speaks of the class of what stands for a tensor in a trace."""
+    return fakes.FakeTensor.__name__ in str(error)
+
+
 def of_torchs_own(error: Exception) -> TraceError | None:
     """The error for a function, or a derivative of it, that torch's own transforms fail to trace."""
     text = str(error).partition("\n")[0]

@@ -297,11 +297,14 @@ def _refusal_of(run: _TraceRun, error: Exception) -> RematError | None:
     if not isinstance(error, _OF_TORCH):
         # A hook, or the backward of an `autograd.Function`, may count on being called once.
         is_refused = is_backward and run.request.sizes is None
+        is_refused |= refusals.is_of_a_stand_in(error)
         return refusals.raises_in_its_trace(error) if is_refused else None
     found = running.refused or refusals.of_the_users(error, is_backward=is_backward)
     found = found or refusals.of_torchs_own(error)
     if found is None and running.reshapes and is_backward:
         found = refusals.reshapes_in_place(running.reshapes)
+    if found is None and refusals.is_of_a_stand_in(error):
+        found = refusals.raises_in_its_trace(error)
     return found
 
 

@@ -197,6 +197,24 @@ def test_what_raises_only_in_a_trace_runs_again() -> None:
     assert_bitwise(found, grads(torch.sin, [seeded(4)]))
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("kind", [TypeError, AttributeError, KeyError])
+def test_an_error_that_speaks_of_a_stand_in_is_a_refusal_of_every_trace(
+    kind: Any,
+) -> None:
+    """As of `type(weight)(numbers)` in the offloading hooks of accelerate."""
+
+    def checks(x: Tensor) -> Tensor:
+        if type(x) is not Tensor:
+            raise kind(f"{type(x).__name__} takes no numbers")
+        return x.sin()
+
+    with pytest.raises(
+        TraceError, match=r"test_auto\.py:\d+: .*takes no numbers.*rerun"
+    ):
+        grads(remat(checks), [seeded(4)])
+
+
 class PerExample(nn.Linear):
     """Keeps what it is given for a hook that takes it once, as those of opacus do."""
 
