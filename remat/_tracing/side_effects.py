@@ -167,8 +167,8 @@ def _referrers(things: Sequence[object]) -> list[Any]:
 def take_out(fakes: Sequence[weakref.ref[Tensor]]) -> None:
     """Takes these tensors of a trace out of what holds them, alone or in tuples.
 
-    An entry of a dict goes, and so does an element of a list. An attribute, a closure variable
-    or a module's global becomes None, as one is that is filled when it is first asked for.
+    An entry of a dict goes, and so does an element of a list. An attribute, a module's buffer, a
+    closure variable or a global becomes None, as one is that is filled when it is first asked for.
     """
     tensors = _left_behind(fakes)
     holders = _referrers(tensors)
@@ -190,6 +190,13 @@ def take_out(fakes: Sequence[weakref.ref[Tensor]]) -> None:
             _take_out_of_dict(cast("dict[Any, Any]", own), held, is_namespace=True)
 
 
+def _is_namespace_of(owner: Any, holder: dict[Any, Any]) -> bool:
+    """Whether a dict has an object's attributes, or a module's buffers, whose order is told."""
+    own: Any = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+    names = ("_parameters", "_buffers", "_modules")
+    return own is holder or any(own.get(name) is holder for name in names)
+
+
 def _take_out_of_dict(
     holder: dict[Any, Any], held: set[int], *, is_namespace: bool = False
 ) -> None:
@@ -198,7 +205,7 @@ def _take_out_of_dict(
         return
     owners: list[Any] = gc.get_referrers(holder)
     is_namespace = is_namespace or any(
-        getattr(each, "__dict__", None) is holder for each in owners
+        _is_namespace_of(each, holder) for each in owners
     )
     for key in found:
         if is_namespace:

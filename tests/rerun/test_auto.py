@@ -309,6 +309,40 @@ def test_a_generator_of_the_users_is_followed() -> None:
     assert_bitwise(found, grads(noisy, [seeded(4)]))
 
 
+class Counting(nn.Module):
+    """Counts in the first of its buffers, then branches."""
+
+    tokens: Tensor
+    bias: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tokens", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("bias", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.tokens += 1
+        return item(x + self.bias)
+
+
+@pytest.mark.contract
+def test_a_refused_trace_leaves_buffers_in_their_order() -> None:
+    """Which is that of `state_dict`, and the objects stay the same."""
+    model = Counting()
+    before = dict(model.named_buffers())
+    region = remat(model, engine="auto")
+    region.cache_clear()
+
+    with pytest.warns(RematWarning, match="from now on"):
+        grads(region, [seeded(4)])
+
+    after = dict(model.named_buffers())
+    assert [*after] == ["tokens", "bias"]
+    assert all(after[name] is before[name] for name in before)
+    assert_bitwise(model.tokens, torch.ones(4, dtype=torch.float64))
+
+
 class Layer(nn.Module):
     """A layer that can be traced, or not: equal code, other parts."""
 
