@@ -190,10 +190,11 @@ def take_out(fakes: Sequence[weakref.ref[Tensor]]) -> None:
             _take_out_of_dict(cast("dict[Any, Any]", own), held, is_namespace=True)
 
 
-def _is_namespace_of(owner: Any, holder: dict[Any, Any]) -> bool:
+def _is_namespace_of(owner: object, holder: dict[Any, Any]) -> bool:
     """Whether a dict has an object's attributes, or a module's buffers, whose order is told."""
-    own: Any = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
-    names = ("_parameters", "_buffers", "_modules")
+    if not isinstance(owner, dict):
+        owner = getattr(owner, "__dict__", {})
+    own, names = cast("dict[str, Any]", owner), ("_parameters", "_buffers", "_modules")
     return own is holder or any(own.get(name) is holder for name in names)
 
 
