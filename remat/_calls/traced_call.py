@@ -95,15 +95,23 @@ def _set_requires_grad(tensors: Sequence[Tensor], wanted: bool) -> None:
             tensor.requires_grad_(wanted)
 
 
-def _told_of(traced: Traced) -> list[Tensor]:
-    """The captured tensors that the function has autograd follow from here on.
+def _wanted(tensors: Sequence[Tensor]) -> set[int]:
+    """The ids of those that require grad at some level."""
+    with modes.without_torch_function():  # a trace around would take it for the user's
+        return {id(each) for each in tensors if levels.requires_grad_anywhere(each)}
+
+
+def _told_of(traced: Traced, before: set[int]) -> list[Tensor]:
+    """The captured tensors that the function has autograd follow, as it did not `before`.
 
     A region inside has told it of the tensor itself, not of the stand-in.
     """
-    pairs = zip(traced.captured, traced.stand_ins, strict=True)
-    leaves = ((each, stand_in) for each, stand_in in pairs if stand_in.is_leaf)
-    had = levels.requires_grad_anywhere
-    return [each for each, s in leaves if had(each) != s.requires_grad]
+    now, found = _wanted(traced.captured), list[Tensor]()
+    for each, stand_in in zip(traced.captured, traced.stand_ins, strict=True):
+        is_told = stand_in.requires_grad != (id(each) in now)
+        if stand_in.is_leaf and is_told and id(each) not in before:
+            found.append(each)
+    return found
 
 
 @final
@@ -149,6 +157,7 @@ def trace_call(
     require_no_engine(site.function)
     survey = _captures.Survey(site.roots)
     require_answers(survey.reached)
+    before = _wanted(survey.reached)
     flattened = Flattened(site.layout, len(site.tensors), changed)
     with on_error(survey.restore), python_and_numpy.warned_of_draws(where):
         traced, reads, template = _run_trace(
@@ -160,7 +169,7 @@ def trace_call(
         with modes.without_torch_function():
             had = [*map(guards.requires_grad, traced.captured)]
             gained = _gained(had, traced.stand_ins)
-            asked = _told_of(traced)
+            asked = _told_of(traced, before)
         if flattened.gained or asked:
             take_out(traced.fakes)
             survey.restore()

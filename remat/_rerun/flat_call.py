@@ -316,8 +316,7 @@ class _FlatCall:
     ) -> Generator[None]:
         """Inside, what stands for an operand replaces it: in a run, or in its backward.
 
-        There a user's `autograd.Function` may call a module, whose parameters it has saved. A
-        hook finds the tensors themselves, unless what it returns is to be differentiated.
+        There an `autograd.Function` may call a module. A hook finds its own, unless it is recorded.
         """
         substituted = _Substituted(self, stand_ins, where)
         again = (
@@ -522,6 +521,7 @@ class _Constants:
             for tensor in survey.reached
             if id(tensor) not in known and _has_version_to_compare(tensor)
         ]
+        self._unasked = [each for each, _ in self._versions if not each.requires_grad]
         self._by_storage: dict[int, list[Tensor]] = {}
         for tensor, _ in self._versions:
             if not survey.is_buffer(id(tensor)) and _has_storage_to_compare(tensor):
@@ -536,7 +536,7 @@ class _Constants:
     def require_no_operands(self) -> None:
         """Ends a first run that wrote `requires_grad` of one of them, to start over with it."""
         with modes.without_torch_function():
-            if any(each.requires_grad and each.is_leaf for each, _ in self._versions):
+            if any(each.requires_grad and each.is_leaf for each in self._unasked):
                 raise NewOperandError
 
     def before_write(self, target: Tensor, state: RunState) -> None:

@@ -356,7 +356,10 @@ def placeholder(meta: TensorMeta, name: str) -> Tensor:
         with tracer.unrecorded():
             fake = fake_of(meta)
         tracer.add_placeholder(fake, name)
-        return meta.stand_in(fake)
+        with (
+            torch.enable_grad()
+        ):  # the function may meet it first where it records none
+            return meta.stand_in(fake)
 
 
 def fake_of(meta: TensorMeta) -> Tensor:

@@ -401,3 +401,40 @@ def test_a_view_beside_a_detached_alias_has_its_gradient(
         torch.autograd.grad(each[kept].cos().sum(), x) for each in (returned, expected)
     )
     assert_bitwise(found, right)
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_a_captured_tensor_that_is_first_met_where_nothing_is_recorded(
+    engine: Any, autocasts: bool
+) -> None:
+    """As by a scale that is computed under `no_grad`; autocast keeps no cast of a non-leaf."""
+    weight = torch.ones(3, 3, requires_grad=True)
+    scaled = weight * 2
+
+    def fun(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            size = (x @ scaled).sum()
+        return ((x @ scaled) * size).sum()
+
+    x = torch.ones(3, 3, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+        losses = remat(fun, engine=engine)(x), fun(x)
+
+    found, expected = (
+        torch.autograd.grad(loss, [x, weight], retain_graph=True) for loss in losses
+    )
+    assert_bitwise(found, expected)
+
+
+def test_a_captured_tensor_that_the_function_detaches_is_traced_once() -> None:
+    """It is not one that starts to require grad."""
+    weight = seeded(4).requires_grad_()
+
+    def fun(x: Tensor) -> Tensor:
+        return x * weight.detach_()
+
+    region = remat(fun)
+    x = seeded(4).requires_grad_()
+    assert_bitwise(torch.autograd.grad(region(x).sum(), x)[0], seeded(4))
+    assert region.cache_info().misses == 1
