@@ -356,9 +356,8 @@ def placeholder(meta: TensorMeta, name: str) -> Tensor:
         with tracer.unrecorded():
             fake = fake_of(meta)
         tracer.add_placeholder(fake, name)
-        with (
-            torch.enable_grad()
-        ):  # the function may meet it first where it records none
+        # The function may meet it first where it records no gradients.
+        with torch.enable_grad():
             return meta.stand_in(fake)
 
 

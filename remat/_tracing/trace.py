@@ -294,17 +294,20 @@ _OF_TORCH = (RuntimeError, AssertionError, NotImplementedError, TypeError)
 def _refusal_of(run: _TraceRun, error: Exception) -> RematError | None:
     """What an error that is raised in a trace says of the user's function, if anything."""
     running, is_backward = run.running, bool(run.layouts)
+    in_its_trace = refusals.raises_in_its_trace(error)
     if not isinstance(error, _OF_TORCH):
-        # A hook, or the backward of an `autograd.Function`, may count on being called once.
-        is_refused = is_backward and run.request.sizes is None
-        is_refused |= refusals.is_of_a_stand_in(error)
-        return refusals.raises_in_its_trace(error) if is_refused else None
+        if refusals.is_of_a_stand_in(error):
+            return in_its_trace
+        if is_backward:
+            # A hook, or the backward of an `autograd.Function`, may count on being called once.
+            error.add_note(str(in_its_trace))
+        return None
     found = running.refused or refusals.of_the_users(error, is_backward=is_backward)
     found = found or refusals.of_torchs_own(error)
     if found is None and running.reshapes and is_backward:
         found = refusals.reshapes_in_place(running.reshapes)
     if found is None and refusals.is_of_a_stand_in(error):
-        found = refusals.raises_in_its_trace(error)
+        found = in_its_trace
     return found
 
 
