@@ -24,7 +24,7 @@ from remat._regions.forwards import Calls
 from remat._switches.numerics import Numerics
 from remat._torch import fakes, levels, tracer
 from remat._tracing.open_sizes import CANNOT_OPEN
-from remat._tracing.refusals import raises_in_its_trace, require_answers
+from remat._tracing.refusals import require_answers
 from remat._tracing.thread import known_inside
 from remat._user_lines import warn
 
@@ -100,7 +100,7 @@ class Cache:
         """Makes the entry of a call that no trace holds for, and keeps it."""
         tracer.load_tracer()
         is_open = may_open and self.settings.dynamic_shapes
-        entry = self._trace_entry_or_refuse(site, is_open)
+        entry = self._trace_entry(site, is_open)
         before = entries[0] if entries else None
         entries.insert(0, entry)
         self._drop_oldest()
@@ -123,20 +123,6 @@ class Cache:
         if history.add(site, before) and not self.is_told:
             self.is_told = True
             history.warn(self.where, self.settings.cache_size)
-
-    def _trace_entry_or_refuse(self, site: CallSite, is_open: bool) -> Entry:
-        """Makes an entry; with engine="auto" whatever the function raises is a refusal."""
-        if self.settings.engine != "auto":
-            return self._trace_entry(site, is_open)
-        known = self.refused.get(_refusal_key(site))
-        if known is not None:
-            raise TraceError(known)
-        try:
-            return self._trace_entry(site, is_open)
-        except (RematError, Warning):
-            raise
-        except Exception as error:
-            raise raises_in_its_trace(error) from error
 
     def rerun_from_now_on(self, site: CallSite, refused: RematError) -> None:
         """Has the calls like one run again from now on, and warns, each reason once."""
@@ -170,6 +156,9 @@ class Cache:
 
     def _trace_entry(self, site: CallSite, is_open: bool) -> Entry:
         """The entry of a trace, with open sizes if the function permits that."""
+        refused = self.refused.get(_refusal_key(site)) if self.refused else None
+        if refused is not None:
+            raise TraceError(refused)
         options = Options(self.settings, self.calls, self.where)
         if not is_open:
             return compile_call(site, options)

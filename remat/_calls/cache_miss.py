@@ -5,8 +5,9 @@ changes afterwards: `trace_call`, `cover`, then `analyze`, `decide` and `cut` of
 `advise` only reads. With open sizes one trace makes an entry for each size that it serves.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import final
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from remat._calls.entry import Entry
 from remat._calls.options import Settings
 from remat._calls.signature import CallSite
 from remat._calls.traced_call import TracedCall, require_lawful, trace_call
+from remat._errors import RematError
 from remat._graph import operators, statistics
 from remat._graph.meta import TensorMeta
 from remat._partition.decide import decide_of_operands
@@ -26,6 +28,7 @@ from remat._regions.functions import Function
 from remat._regions.traced import TracedRegion
 from remat._torch import guards
 from remat._tracing.open_sizes import Fixed, Templates
+from remat._tracing.refusals import raises_in_its_trace
 
 
 @final
@@ -49,7 +52,8 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
     """
     settings = options.settings
     like_outputs = fixed is None and options.calls.are_like_outputs is True
-    traced = trace_call(site, fixed, options.where, like_outputs=like_outputs)
+    with _refusals_of(settings.engine):
+        traced = trace_call(site, fixed, options.where, like_outputs=like_outputs)
     covered = _captures.cover(traced.survey, traced.reads, [*map(id, traced.captured)])
     names = (*site.tensor_names, *covered.labels)
     require_lawful(site, settings.rng, traced, names)
@@ -70,6 +74,19 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
     advise(code, settings, stages, region, program, where)
     advise_of_untold(site, traced.survey, covered, options.where)
     return _compiled_entry(traced, covered, stages, region, names)
+
+
+@contextlib.contextmanager
+def _refusals_of(engine: str) -> Generator[None]:
+    """Inside, with engine="auto", whatever the function raises is a refusal of its trace."""
+    try:
+        yield
+    except (RematError, Warning):
+        raise
+    except Exception as error:
+        if engine != "auto":
+            raise
+        raise raises_in_its_trace(error) from error
 
 
 def entry_for_sizes(known: Entry, site: CallSite, options: Options) -> Entry | None:

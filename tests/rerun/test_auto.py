@@ -198,6 +198,16 @@ def test_what_raises_only_in_a_trace_runs_again() -> None:
     assert_bitwise(found, grads(torch.sin, [seeded(4)]))
 
 
+def test_what_a_policy_raises_is_no_refusal_of_a_trace() -> None:
+    """Its own error is told, not run around."""
+
+    def policy(value: policies.Value) -> bool:
+        raise ZeroDivisionError(value.op)
+
+    with pytest.raises(ZeroDivisionError, match="aten"):
+        grads(remat(traceable, engine="auto", policy=policy), [seeded(4)])
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize("kind", [TypeError, AttributeError, KeyError])
 def test_an_error_that_speaks_of_a_stand_in_is_a_refusal_of_every_trace(
