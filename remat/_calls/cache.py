@@ -32,14 +32,21 @@ from remat._user_lines import warn
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheInfo:
-    """What the traces of one function's code have cost."""
+    """What the traces of one function's code have cost.
 
-    hits: int  # calls that found a trace
-    misses: int  # calls that had to trace
-    maxsize: int  # how many traces are kept; those used longest ago are dropped
-    currsize: int  # traces kept
-    #: Seconds spent tracing, for each trace kept. The first trace of a process also loads
-    #: torch's tracer, about a second, which is not counted.
+    Attributes:
+        hits: calls that found a trace.
+        misses: calls that had to trace.
+        maxsize: how many traces are kept at most; those used longest ago are dropped.
+        currsize: traces kept.
+        trace_s: seconds spent tracing, for each trace kept. The first trace of a
+            process also loads torch's tracer, about a second, which is not counted.
+    """
+
+    hits: int
+    misses: int
+    maxsize: int
+    currsize: int
     trace_s: tuple[float, ...]
 
 
@@ -90,8 +97,11 @@ class Cache:
     def reaches_gradient(self, site: CallSite) -> bool:
         """Whether a captured tensor is to be differentiated."""
         found = self._holding(site)
-        reached = _captures.Survey(site.roots).reached if found is None else found[1]
-        require_answers(reached)
+        if found is None:
+            reached = _captures.Survey(site.roots).reached
+            require_answers(reached)
+        else:
+            reached = found[1]
         return any(map(levels.requires_grad_anywhere, reached))
 
     def _keep(

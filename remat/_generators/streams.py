@@ -203,18 +203,17 @@ def is_state(tensor: Tensor) -> bool:
         return _seed(tensor) in (*trace.seeds.values(), *trace.streams)
 
 
-_DRAWS = "draws from a torch.Generator"
-
-
-def implicit(where: str, does: str = _DRAWS) -> ImplicitRandomnessError:
+def implicit(
+    where: str, does: str = "draws from a torch.Generator"
+) -> ImplicitRandomnessError:
     """The error for a function that must draw from keys and draws from a generator."""
-    instead = ", or set the rate to 0" if does == _DRAWS else ""
     return ImplicitRandomnessError.of(
         where=where,
         what=f"the function {does}.",
         why='Under rng="keys" all randomness comes from keys, so that a '
         "recomputation needs no generator state.",
-        do=f'Pass rng="preserve" to have generator states recorded{instead}.',
+        do='Pass rng="preserve" to have generator states recorded, or draw from keys '
+        "(remat.random).",
     )
 
 

@@ -51,13 +51,21 @@ _WHERE = "fit(peak=...)"
 @final
 @dataclasses.dataclass(frozen=True)
 class FitRow:
-    """What was chosen for one region."""
+    """What was chosen for one region.
 
-    name: str  # its qualified name
-    policy: AbstractPolicy  # a budget for each of its calls
-    plans: tuple[Plan, ...]  # what each call saves by it, in order
+    Attributes:
+        name: its qualified name.
+        policy: a budget for each of its calls.
+        plans: what each call saves by it, in order.
+        region: the region.
+        is_lasting: whether the next call of the step calls this region again, and not one
+            that it makes anew.
+    """
+
+    name: str
+    policy: AbstractPolicy
+    plans: tuple[Plan, ...]
     region: Any = dataclasses.field(repr=False)
-    #: Whether the next call of the step calls this region again, and not one made anew.
     is_lasting: bool = True
 
     def __str__(self) -> str:

@@ -18,12 +18,18 @@ _Found = tuple[Search, _T]
 @final
 @dataclasses.dataclass(frozen=True)
 class TilesRow:
-    """In how many tiles a function is to run, and its equals in other modules."""
+    """In how many tiles a function is to run, and its equals in other modules.
 
-    name: str  # its qualified name
-    tiles: int  # the number that was chosen
-    before: int  # the number that it had
-    #: What has the number as its `tiles`.
+    Attributes:
+        name: its qualified name.
+        tiles: the number that was chosen.
+        before: the number that it had.
+        functions: what has the number as its `tiles`.
+    """
+
+    name: str
+    tiles: int
+    before: int
     functions: tuple[Any, ...] = dataclasses.field(repr=False)
 
     def apply(self) -> None:

@@ -14,18 +14,28 @@ from remat.policies._sizes import show_size
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moment:
-    """What lives at one moment of a step, in bytes."""
+    """What lives at one moment of a step, in bytes.
 
-    #: "forward", "loss" (what runs after the last region's forward and before the first
-    #: backward of one), "backward" or "optimizer".
+    Attributes:
+        phase: "forward", "loss" (what runs after the last region's forward and before the
+            first backward of one), "backward" or "optimizer".
+        where: which region runs, or what runs around regions.
+        parameters: the parameters.
+        state: what the optimizer keeps from step to step.
+        others: buffers, and what the step was given.
+        gradients: the gradients of parameters that are there already.
+        held: what waits: inputs of regions, what these save, what is held around them.
+        working: what this part of the step makes beside these.
+    """
+
     phase: str
-    where: str  # which region runs, or what runs around regions
-    parameters: int  # the parameters
-    state: int  # what the optimizer keeps from step to step
-    others: int  # buffers, and what the step was given
-    gradients: int  # the gradients of parameters that are there already
-    held: int  # what waits: inputs of regions, what these save, what is around them
-    working: int  # what this part of the step makes beside these
+    where: str
+    parameters: int
+    state: int
+    others: int
+    gradients: int
+    held: int
+    working: int
 
     @property
     def size_bytes(self) -> int:

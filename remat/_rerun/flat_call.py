@@ -420,7 +420,6 @@ class _Substituted(TorchFunctionMode):
         if self._state.before is None:
             for target in _written_tensors(func, args, kwargs):
                 self._constants.before_write(target, self._state)
-        self._state.refuse_draws()
         out = self._call(func, args, kwargs)
         given = set(map(id, trees.tensor_leaves((args, kwargs))))
         self._state.made |= set(map(id, trees.tensor_leaves(out))) - given

@@ -116,18 +116,17 @@ class RunState:
             self.kept.append((tensor, tensor.detach().clone()))
 
     def refuse_draws(self, func: Callable[..., Any] | None = None) -> None:
-        """Refuses a draw in the first run, by `func`, if draws must come from keys.
+        """Refuses a first run in which `func` draws, or a generator was set, if keys must do.
 
-        Without `func`, which a look before and after each tells, a generator was set.
+        Which of the two it was, only a second look at the states before `func` would tell.
         """
         # In a trace nothing is drawn, and the trace checks its own draws.
         if self.draws or is_running() or not (self.start and self.start.has_moved()):
             return
         self.start.put_back()
-        if func is not None:
-            raise streams.implicit(f"torch.{function_name(func)} at {user_line()}")
-        does = "sets a torch.Generator to another state, as the fork of a tracker does"
-        raise streams.implicit(f"the function, before {user_line()}", does)
+        name = "the function" if func is None else f"torch.{function_name(func)}"
+        does = "draws from a torch.Generator there, or has set one before"
+        raise streams.implicit(f"{name} at {user_line()}", does)
 
     def around(self) -> contextlib.AbstractContextManager[None]:
         """The first run changes the state; each later one starts from the same."""

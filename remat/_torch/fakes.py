@@ -62,18 +62,21 @@ _STATISTICS_OF_PARAMETERS = frozenset(
 #: this order; none for a contiguous output. A fake mode decomposes these operators, and where
 #: inputs are laid out in two ways it takes other strides. Obsolete as `_LAID_OUT_BY`.
 _LAID_OUT_LIKE: dict[Any, tuple[int, ...]] = {
-    aten.pow.Scalar: (),
+    aten.softplus_backward.default: (0, 1),
+    aten.elu_backward.default: (0, 1),
+    aten.hardtanh_backward.default: (0, 1),
+    aten.hardswish_backward.default: (0, 1),
+    aten.hardsigmoid_backward.default: (0, 1),
+    aten.logit_backward.default: (0, 1),
+    aten.binary_cross_entropy_backward.default: (1,),
+    aten.mse_loss_backward.default: (),
+    aten.smooth_l1_loss_backward.default: (),
+    aten.huber_loss_backward.default: (),
     aten._log_softmax_backward_data.default: (),
-} | {
-    getattr(aten, f"{name}_backward").default: places
-    for names, places in (
-        ("softplus elu hardtanh hardswish hardsigmoid logit", (0, 1)),
-        ("threshold leaky_relu", (1, 0)),
-        ("log_sigmoid", (0,)),
-        ("binary_cross_entropy", (1,)),
-        ("mse_loss smooth_l1_loss huber_loss", ()),
-    )
-    for name in names.split()
+    aten.pow.Scalar: (),
+    aten.threshold_backward.default: (1, 0),
+    aten.leaky_relu_backward.default: (1, 0),
+    aten.log_sigmoid_backward.default: (0,),
 }
 # What errors say that stand for values which a trace has not.
 _OF_VMAP = "We do not support batching operators that can support dynamic shape"

@@ -81,7 +81,7 @@ def require_answers(reached: Iterable[Tensor]) -> None:
     for kind, each in {type(each): each for each in reached}.items():
         try:
             _ = tensors.overrides_functions(kind) and each.requires_grad
-        except Exception as error:
+        except (RuntimeError, TypeError) as error:
             raise TraceError.of(
                 where=f"a tensor of the class {kind.__qualname__}",
                 what=f"does not say whether it requires grad ({error}).",

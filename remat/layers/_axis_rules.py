@@ -294,8 +294,12 @@ def _along_dims(step: AxisStep) -> Total | None:
     raise MixesError("it works along the axis.")
 
 
-_TOTALS: dict[str, Total] = dict.fromkeys(("sum", "nansum", "count_nonzero"), Total.SUM)
-_TOTALS["mean"] = Total.MEAN
+_TOTALS = {
+    "sum": Total.SUM,
+    "nansum": Total.SUM,
+    "count_nonzero": Total.SUM,
+    "mean": Total.MEAN,
+}
 
 
 def _last_dims(count: Callable[[AxisStep], int]) -> Rule:
