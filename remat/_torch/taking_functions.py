@@ -6,6 +6,7 @@ are given, and for which transforms it has a rule.
 
 # pyright: reportPrivateUsage=false
 import dataclasses
+import functools
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self, final
@@ -116,10 +117,52 @@ def _cond_of_batches(mask: Any, yes: Any, no: Any, operands: Sequence[Any]) -> A
     return tuple(torch.where(mask, one, other) for one, other in pairs)
 
 
+def _scan_by_steps(
+    combine: Any, leaves: Sequence[Tensor], given: Sequence[Any] = ()
+) -> Any:
+    """`associative_scan`, or the operators of its steps where torch's rules fail.
+
+    Its derivative takes what the function gives for a leaf to depend on this leaf alone; a map
+    puts the graph of the function, which is of one row, around several. Obsolete when it does
+    not.
+    """
+    wanted = torch.is_grad_enabled() and any(each.requires_grad for each in leaves)
+    is_mapped = any(map(functorch.is_batchedtensor, leaves))
+    if is_mapped or (wanted and _mixes_leaves(combine, leaves, given)):
+        module = importlib.import_module("torch._higher_order_ops.associative_scan")
+        return module.generic_associative_scan(combine, leaves, additional_inputs=given)
+    op: Any = torch.ops.higher_order.associative_scan
+    return op(combine, leaves, given)
+
+
+def _mixes_leaves(combine: Any, leaves: Sequence[Tensor], given: Sequence[Any]) -> bool:
+    """Whether what a function of two rows gives for a leaf depends on another leaf, too."""
+    pairs: list[tuple[Tensor, ...]] = []
+    for leaf in leaves:
+        like = {"dtype": leaf.dtype, "device": leaf.device}
+        wanted = leaf.is_floating_point() or leaf.is_complex()
+        row = functools.partial(torch.empty, leaf[:1].shape, **like)
+        pairs.append((row(requires_grad=wanted), row(requires_grad=wanted)))
+    left, right = zip(*pairs, strict=True)
+    with proxy_tensor.disable_proxy_modes_tracing():
+        found = combine(*left, *right, *given)
+    for place, out in enumerate(found):
+        others = [row for k, pair in enumerate(pairs) if k != place for row in pair]
+        others = [row for row in others if row.requires_grad]
+        if others and out.requires_grad:
+            how = {"retain_graph": True, "allow_unused": True}
+            cotangent = torch.empty_like(out)
+            gradients: Any = torch.autograd.grad(out, others, cotangent, **how)
+            if any(each is not None for each in gradients):
+                return True
+    return False
+
+
 _LOOPS = {torch.ops.higher_order.while_loop, loops.while_loop, loops.gradients}
 _CALLED_BY: dict[Any, Any] = {
     torch.ops.higher_order.cond: _cond_of_batches,
     torch.ops.higher_order.while_loop: loops.while_loop,
+    torch.ops.higher_order.associative_scan: _scan_by_steps,
 }
 
 

@@ -97,7 +97,7 @@ class AbstractStorage(abc.ABC):
         Example:
             >>> import torch
             >>> from remat import storage
-            >>> from remat._graph.values import TensorMeta
+            >>> from remat._graph.meta import TensorMeta
             >>> meta = TensorMeta.of(torch.ones(2, 3))
             >>> storage.Cast(torch.bfloat16).held(meta).size_bytes
             12
@@ -119,7 +119,7 @@ class AbstractStorage(abc.ABC):
         Example:
             >>> import torch
             >>> from remat import storage
-            >>> from remat._graph.values import TensorMeta
+            >>> from remat._graph.meta import TensorMeta
             >>> storage.Cast(torch.float64).leaves(TensorMeta.of(torch.ones(2, 3)))
             True
         """
