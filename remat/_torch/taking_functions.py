@@ -26,7 +26,7 @@ class Taking(NamedTuple):
     """Where an operator that takes functions has them among its positional arguments."""
 
     #: By the place of the tensors that come last to them, the places of functions, or of
-    #: tuples of which one is the last.
+    #: tuples that hold some.
     functions: Mapping[int, tuple[int, ...]]
     #: The functions that return what the operator does.
     returning: tuple[int, ...] = (0,)
@@ -34,6 +34,7 @@ class Taking(NamedTuple):
 
 _KNOWN: dict[str, Taking] = {
     "cond": Taking({3: (1, 2)}, returning=(1, 2)),
+    "switch": Taking({2: (1,)}, returning=(1,)),
     "while_loop": Taking({3: (0, 1)}, returning=(1,)),
     "scan": Taking({3: (0,)}),
     "map_impl": Taking({2: (0,)}),

@@ -109,13 +109,15 @@ def call(
         args += [()] * (place + 1 - len(args))
         groups[place] = []
         for each in functions:
-            # Of flex attention's mask, the function comes after tensors.
-            parts = args[each] if isinstance(args[each], tuple) else (args[each],)
-            *tensors, function = parts
-            is_result = each in taking.returning
-            taken = _TakenFunction(function, within, list(args[place]), is_result)
-            args[each] = (*tensors, taken) if tensors else taken
-            groups[place].append(taken)
+            # A switch has several, flex attention's mask comes after tensors.
+            is_one, is_result = callable(args[each]), each in taking.returning
+            parts = [args[each]] if is_one else list(args[each])
+            for k, part in enumerate(parts):
+                if callable(part):
+                    given = list(args[place])
+                    parts[k] = _TakenFunction(part, within, given, is_result)
+                    groups[place].append(parts[k])
+            args[each] = parts[0] if is_one else tuple(parts)
     taken = [each for group in groups.values() for each in group]
     if tracer.proxy_is_active():
         _find_captured(within, op, args, kwargs, groups.values())
