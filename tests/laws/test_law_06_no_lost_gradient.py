@@ -304,6 +304,32 @@ def test_a_tensor_of_an_outer_transform_is_captured(name: str) -> None:
     assert_close(gradients(remat), gradients(lambda fun: fun))
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("name", ["closure", "attribute", "default"])
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_a_batched_tensor_that_requires_grad_is_captured(
+    name: str, engine: str
+) -> None:
+    """As the stacked parameters of an ensemble are, of which autograd takes the derivative."""
+    w, x = weights()
+    batch = torch.stack([w.detach(), w.detach() * 2]).requires_grad_()
+
+    def member(w: Tensor, **options: Any) -> Tensor:
+        call = CASES[name](w, x)
+        fun = remat(call[0], **options) if options else call[0]
+        return cast(Tensor, fun(*call[1], **call[2]))
+
+    found, expected = (
+        torch.func.vmap(functools.partial(member, **options))(batch)
+        for options in ({"engine": engine}, {})
+    )
+    assert_close(found, expected)
+    gradients = (
+        torch.autograd.grad(each.square().sum(), batch) for each in (found, expected)
+    )
+    assert_close(*gradients)
+
+
 def ring(w: Tensor) -> Any:
     """A set of a module that holds the set."""
     module: Any = Scaler(w)
