@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import register_pytree_node
 
 from remat import (
@@ -231,6 +232,44 @@ def test_torchscript_records_the_plain_function(num_calls: int) -> None:
     assert "PythonOp" not in str(script.graph)
     y = seeded(3, seed=1).requires_grad_()
     assert_bitwise(grads(script, [y]), grads(double_sine, [y]))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "auto", "rerun"])
+def test_a_symbolic_trace_records_the_plain_function(engine: str) -> None:
+    """Of a module and of a function, to whose regions it passes proxies."""
+    model, x = nn.Sequential(Plain(), Plain()), torch.linspace(-1, 1, 12).view(4, 3)
+    plain = torch.fx.symbolic_trace(model)
+    function = remat(double_sine, engine=engine)
+
+    found = torch.fx.symbolic_trace(modules.apply(model, Plain, engine=engine))
+
+    assert found.code == plain.code
+    assert_bitwise(grads(found, [x.requires_grad_()]), grads(plain, [x]))
+    whole = torch.fx.symbolic_trace(lambda x: function(x))
+    assert_bitwise(grads(whole, [x]), grads(double_sine, [x]))
+
+
+@pytest.mark.contract
+@pytest.mark.filterwarnings("ignore:.*runs the function again in its backward")
+@pytest.mark.parametrize("engine", ["trace", "auto", "rerun"])
+def test_sizes_that_make_fx_leaves_open(engine: str) -> None:
+    """They are refused before anything is looked up by them; a run again takes them."""
+    region, x = remat(double_sine, engine=engine), seeded(3)
+    other = seeded(5, seed=1)
+
+    def both(fun: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        return lambda x: (fun(x), torch.func.grad(lambda x: fun(x).sum())(x))
+
+    if engine == "trace":
+        with pytest.raises(
+            TraceError, match="the argument `x`: has sizes that a trace"
+        ):
+            make_fx(both(region), tracing_mode="symbolic")(x)
+    else:
+        graph = make_fx(both(region), tracing_mode="symbolic")(x)
+        assert_bitwise(graph(other), both(double_sine)(other))
+    assert_bitwise(both(region)(x), both(double_sine)(x))
 
 
 @pytest.mark.contract

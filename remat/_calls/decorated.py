@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, ParamSpec, TypeGuard, TypeVar, cast, final
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.compiler import is_dynamo_compiling
 
 from remat import _captures
@@ -100,6 +100,8 @@ class DecoratedFunction(Generic[_P, _R]):
             return flat_call.call(self._fun, args, kwargs, self._rng)
         self._known = self._cache
         site = call_site(self._fun, args, kwargs, self.settings.statics)
+        if any(isinstance(each, fx.Proxy) for each in site.objects):
+            return self._fun(*args, **kwargs)  # torch.fx.symbolic_trace records it
         try:
             return self._call_traced(site)
         except RematError as refused:
@@ -117,6 +119,8 @@ class DecoratedFunction(Generic[_P, _R]):
     def _call_traced(self, site: CallSite) -> Any:
         """Makes a call by its trace, which is found or made."""
         cache, is_inside, wants = self._cache, has_open_sizes(), site.wants_gradient
+        if tracer.proxy_is_active() and not is_inside:
+            site.require_numbers()
         if not (wants or is_inside or cache.reaches_gradient(site)):
             return _call_plainly(site)
         site.require_traceable()

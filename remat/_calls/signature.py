@@ -20,7 +20,7 @@ from torch import Tensor
 
 from remat import _captures
 from remat._errors import StaticArgumentError
-from remat._graph.meta import TensorMeta, layout_of
+from remat._graph.meta import TensorMeta, is_open, layout_of
 from remat._regions.functions import Roots
 from remat._switches.numerics import Numerics
 from remat._torch import dtensor, fakes, isolation, levels, trees
@@ -33,6 +33,7 @@ from remat._tracing.arguments import (
 )
 from remat._tracing.refusals import (
     is_strided,
+    of_open_sizes,
     overriding,
     require_answers,
     unstrided,
@@ -116,6 +117,14 @@ class CallSite(NamedTuple):
                 raise unstrided(f"the argument `{name}`", tensor)
             if overrides_functions(type(tensor)):
                 raise overriding(type(tensor))
+
+    def require_numbers(self) -> None:
+        """Refuses tensors with open sizes, outside of a trace of ours."""
+        for name, tensor, meta in zip(
+            self.tensor_names, self.tensors, self.metas, strict=True
+        ):
+            if is_open(meta):
+                raise of_open_sizes(f"the argument `{name}`", tensor)
 
     @property
     def layout(self) -> Layout:

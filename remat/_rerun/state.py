@@ -17,7 +17,7 @@ from remat._generators.python_and_numpy import drawing_from, set_states, states
 from remat._generators.trackers import Snapshot
 from remat._graph.meta import TensorMeta
 from remat._rerun import fully_shard
-from remat._torch import autograd, isolation, levels, modes, tensors, tracer
+from remat._torch import autograd, fakes, isolation, levels, modes, tensors, tracer
 from remat._tracing.refusals import gains_gradient
 from remat._tracing.thread import is_running
 from remat._user_lines import user_line
@@ -44,7 +44,9 @@ class _Randomness:
         )
 
     def has_moved(self) -> bool:
-        """Whether some generator has been drawn from, or set, since."""
+        """Whether some generator has been drawn from, or set, since; under a fake mode, none has."""
+        if any(map(fakes.is_fake, self.devices.values())):
+            return False
         now = [device_states.get(each) for each in self.devices]
         now += [each.get_state() for each in self.explicit]
         before = [*self.devices.values(), *self.explicit.values()]
@@ -167,7 +169,7 @@ class RunState:
             self.found = [
                 (buffer, old)
                 for buffer, old in self.kept
-                if not tensors.same_bits(buffer, old)
+                if not (fakes.is_fake(buffer) or tensors.same_bits(buffer, old))
             ]
         self.kept = []
 

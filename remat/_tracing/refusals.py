@@ -65,6 +65,18 @@ def unstrided(where: str, tensor: Tensor) -> TraceError:
     )
 
 
+def of_open_sizes(where: str, tensor: Tensor) -> TraceError:
+    """The error of a region that is given a tensor with symbols of a trace that is not ours."""
+    shape = ", ".join(map(str, tensor.shape))
+    return TraceError.of(
+        where=where,
+        what=f"has sizes that a trace around leaves open, [{shape}].",
+        why="A region is traced and cut for sizes that are numbers.",
+        do='Trace for one size (make_fx with tracing_mode="fake"), make the trace inside '
+        f"`with remat.disabled():`, or use {_RERUN}.",
+    )
+
+
 def overriding(kind: type[Tensor]) -> TraceError:
     """The error of a region that is given, or reaches, a tensor of such a class."""
     return TraceError.of(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from remat import (
     MutationError,
@@ -429,3 +430,15 @@ def test_what_has_no_numbers_is_not_compared() -> None:
     (found,) = torch.autograd.grad(remat(function, engine="rerun")(x, like).sum(), x)
     (plain,) = torch.autograd.grad(function(x, like).sum(), x)
     assert_bitwise(found, plain)
+
+
+def test_a_region_under_a_fake_mode() -> None:
+    """Of fakes no numbers can be compared: neither generators nor statistics have moved."""
+    with FakeTensorMode():
+        module = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
+        region: Any = remat(module, engine="rerun")
+        x = torch.ones(2, 3, requires_grad=True)
+        region(x).sum().backward()
+
+    assert x.grad is not None
+    assert isinstance(x.grad, FakeTensor)
