@@ -140,12 +140,23 @@ def test_it_looks_like_the_function(region: Any) -> None:
     for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
         assert getattr(region, attribute) == getattr(fun, attribute)
     assert inspect.signature(region) == inspect.signature(fun)
+    assert inspect.getfullargspec(region) == inspect.getfullargspec(fun)
     assert inspect.get_annotations(fun) == region.__annotations__
 
 
 def test_a_wrapped_method_calls_through_inspect() -> None:
     """The signature of a bound decorated method has no `self`."""
-    assert list(inspect.signature(Methods(1.0).method).parameters) == ["x"]
+    layer = modules.apply(nn.Linear(3, 3), "")
+    for method, names in ((Methods(1.0).method, ["x"]), (layer.forward, ["input"])):
+        assert list(inspect.signature(method).parameters) == names
+        assert inspect.getfullargspec(method).args == names
+
+
+def test_what_has_no_signature_has_none_as_a_region() -> None:
+    """As of some functions in C; a region's class has that of its own."""
+    with pytest.raises(ValueError, match="signature"):
+        inspect.signature(remat(torch.sin))
+    assert "fun" in inspect.signature(type(bare)).parameters
 
 
 class Inner(nn.Module):

@@ -49,8 +49,20 @@ _MOST_OPTIONS = 256  # of one code, a heuristic: more than a model has layers
 _NOTHING_KNOWN = Cache(Settings(), "")
 
 
+class _SignatureOfWrapped:
+    """The `__signature__` of a region, which `inspect.getfullargspec` asks for; its class has none."""
+
+    def __get__(self, region: Any, owner: type) -> inspect.Signature:
+        try:
+            return inspect.signature(region.__wrapped__)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise AttributeError(f"{owner.__name__} has no signature") from error
+
+
 class DecoratedFunction(Generic[_P, _R]):
     """A function decorated with `remat`."""
+
+    __signature__ = _SignatureOfWrapped()
 
     def __init__(
         self, fun: Callable[_P, _R], settings: Settings, where: str = ""
@@ -415,6 +427,8 @@ def _decorated_by_name(region: DecoratedFunction[..., Any]) -> object:
 @final
 class BoundRegion:
     """A decorated method of one object."""
+
+    __signature__ = _SignatureOfWrapped()
 
     def __init__(self, region: DecoratedFunction[..., Any], instance: object) -> None:
         self.__func__ = region

@@ -187,7 +187,7 @@ def from_array(function: str, made: Any = None) -> CapturedTensorError:
         what=f"makes a tensor{described} from a numpy array.",
         why="The contents of an array cannot be checked at the next call, so the "
         "tensor would become a constant of the trace.",
-        do="Make the tensor outside, and pass it as an argument or capture it.",
+        do=f"Make the tensor outside, and pass it as an argument or capture it, or use {_RERUN}.",
     )
 
 

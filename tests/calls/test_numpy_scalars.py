@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import CapturedTensorError, StaticArgumentError, remat
+from remat import CapturedTensorError, RematWarning, StaticArgumentError, remat
 from tests.support import assert_bitwise, seeded
 
 pytestmark = pytest.mark.contract
@@ -151,5 +152,29 @@ def test_a_tensor_made_of_an_array_is_refused(name: str) -> None:
     """Its contents could change."""
     array = ARRAYS[name]
 
-    with pytest.raises(CapturedTensorError, match="from a numpy array"):
+    with pytest.raises(CapturedTensorError, match=r'numpy array.*engine="rerun"'):
         remat(lambda x: x * torch.tensor(array))(seeded(3).requires_grad_())
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["auto", "rerun"])
+def test_a_run_again_finds_the_array_as_it_was(engine: str) -> None:
+    """By which a module may choose where its weight goes, as one of a flow does."""
+    places = np.array([2, 0])
+
+    def fun(x: Tensor) -> Tensor:
+        spread = x.new_zeros(3)
+        spread[places] = x.sin()
+        return spread * torch.arange(3)
+
+    def gradient(fun: Any) -> Tensor:
+        places[:] = 2, 0
+        x = seeded(2).requires_grad_()
+        y = fun(x).sum()
+        places[:] = 1, 2
+        return torch.autograd.grad(y, x)[0]
+
+    region = remat(fun, engine=engine)
+    told = pytest.warns(RematWarning) if engine == "auto" else nullcontext()
+    with told:
+        assert_bitwise(gradient(region), gradient(fun))
