@@ -339,11 +339,14 @@ class MethodRegion(DecoratedFunction[_P, _R]):
         if not is_dynamo_compiling():
             self.follow_class()
             through, method = calling_module(), cast("Any", self._fun)
+            own = method.__self__
             if through is None:
                 self._require_alone()
-            elif _is_copy(through, method.__self__):
-                own = types.MethodType(method.__func__, through)
-                return MethodRegion(own, self.settings, self._where)(*args, **kwargs)
+            elif through is not own and isinstance(through, type(own)):
+                # The copy may have a class of its own, made of the original's.
+                forward = _forward_of(through) if self._is_forward else method.__func__
+                method = types.MethodType(forward, through)
+                return MethodRegion(method, self.settings, self._where)(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
     def _require_alone(self) -> None:

@@ -146,6 +146,38 @@ def test_a_shallow_copy_with_other_parts(way: Any) -> None:
         assert_bitwise(twin(x), bare(x))
 
 
+def made_functional(module: nn.Module) -> Any:
+    """A module of a class made of its own, with other parameters, as higher makes it."""
+
+    class Functional(type(module)):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+        def forward(self, *args: Any) -> Any:
+            return super().forward(*args) * 2
+
+    made: Any = Functional()
+    own = vars(made).keys()
+    made.__dict__.update((k, v) for k, v in vars(module).items() if k not in own)
+    named = module.named_parameters(recurse=False)
+    made._parameters = {name: each * 1.5 for name, each in named}
+    made._buffers = {k: v.clone() for k, v in module._buffers.items() if v is not None}
+    children = module.named_children()
+    made._modules = {name: made_functional(child) for name, child in children}
+    return made
+
+
+@pytest.mark.parametrize("way", ["apply", "apply rerun", "apply auto", "assigned"])
+def test_a_copy_with_a_class_of_its_own(way: Any) -> None:
+    """It runs the forward of that class, as the copy of a module without regions does."""
+
+    def gradients(module: nn.Module) -> Any:
+        loss = made_functional(module)(seeded(3, 4)).square().sum()
+        return loss, torch.autograd.grad(loss, [*module.parameters()])
+
+    torch.testing.assert_close(gradients(WAYS[way](model())), gradients(model()))
+
+
 def test_hooks_of_the_copy_run_around_it() -> None:
     """With hooks torch calls the forward from another frame."""
     module = modules.apply(model(), Block)
