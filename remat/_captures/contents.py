@@ -107,6 +107,10 @@ def _of_attributes(owner: object, _: set[str]) -> Content:
     return content
 
 
+def _of_tensor(owner: Tensor, _: set[str]) -> Content:
+    return {("var", key): value for key, value in attributes(owner).items()}
+
+
 def _of_object(owner: object, names: set[str]) -> Content:
     content = _of_attributes(owner, names)
     if library.user_bases(type(owner)):
@@ -283,7 +287,9 @@ def _sort_of_type(kind: type) -> Look:
         if issubclass(kind, base):
             return sort
     if Tensor in kind.__mro__:
-        return _of_namespace  # attributes that the user has set
+        # What a user has set, by the names in code; a class of tensors keeps parts in all of them.
+        is_torchs = f"{kind.__module__}.".startswith("torch.")
+        return _of_namespace if is_torchs else _of_tensor
     names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
     if "numpy.ndarray" in names:
         return _of_array

@@ -442,3 +442,42 @@ def test_a_region_under_a_fake_mode() -> None:
 
     assert x.grad is not None
     assert isinstance(x.grad, FakeTensor)
+
+
+class Rounded(nn.Parameter):
+    """A weight in whole numbers, with its scale beside it until the first call takes it."""
+
+
+# As a library names it, whose code is not followed.
+SCALE = "_".join(("scale", "of", "rows"))
+
+
+class Dequantized(nn.Module):
+    """Moves the scale of its weight to a place of its own, as bitsandbytes does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Rounded(torch.arange(-8, 8).view(4, 4), requires_grad=False)
+        self.found: Any = None
+        setattr(self.weight, SCALE, seeded(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.found is None:
+            self.found = vars(self.weight).pop(SCALE, 1.0)
+        return branches(x @ (self.weight * self.found))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["auto", "rerun"])
+@pytest.mark.filterwarnings("ignore:.*runs the function again in its backward")
+def test_what_a_class_of_tensors_holds_is_moved_once(engine: str) -> None:
+    """Attributes of a tensor whose class is the user's, or a library's, are parts of it."""
+    plain, region = Dequantized(), remat(Dequantized(), engine=engine)
+
+    for _ in range(2):
+        x, other = (seeded(4).requires_grad_() for _ in range(2))
+        y = plain(x)
+        y.sum().backward()
+        z = region(other)
+        z.sum().backward()
+        assert_bitwise([z, other.grad], [y, x.grad])
