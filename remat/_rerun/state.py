@@ -45,7 +45,7 @@ class _Randomness:
 
     def has_moved(self) -> bool:
         """Whether some generator has been drawn from, or set, since; under a fake mode, none has."""
-        if any(map(fakes.is_fake, self.devices.values())):
+        if not all(map(_has_numbers, self.devices.values())):
             return False
         now = [device_states.get(each) for each in self.devices]
         now += [each.get_state() for each in self.explicit]
@@ -169,7 +169,7 @@ class RunState:
             self.found = [
                 (buffer, old)
                 for buffer, old in self.kept
-                if not (fakes.is_fake(buffer) or tensors.same_bits(buffer, old))
+                if _has_numbers(buffer) and not tensors.same_bits(buffer, old)
             ]
         self.kept = []
 
@@ -201,8 +201,13 @@ class RunState:
                 _copy_back(now)
 
 
+def _has_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor can be compared: no fake one, nor one that a compiler's graph is made of."""
+    return not (fakes.is_fake(tensor) or tracer.is_in_compiler())
+
+
 def _copy_back(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Has each buffer hold the numbers beside it."""
     with torch.no_grad():
         for buffer, value in buffers:
-            buffer.copy_(value)
+            levels.put_numbers(buffer, value)

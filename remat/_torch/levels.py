@@ -247,7 +247,14 @@ def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:
             return
     version = version_kept(tensor) if unseen else contextlib.nullcontext()
     with torch.no_grad(), version:
-        tensor.copy_(new)
+        put_numbers(tensor, new)
+
+
+def put_numbers(tensor: Tensor, new: Tensor) -> None:
+    """Writes to a tensor, which an observer's first call gives another size, by a kernel."""
+    if tensor.shape != new.shape:
+        tensor.resize_(new.shape)
+    tensor.copy_(new)
 
 
 def version_kept(*tensors: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -127,6 +127,42 @@ def test_however_the_module_is_reached(way: Any, engine: str) -> None:
     assert_bitwise(train(way(model, {"engine": engine}), model), expected)
 
 
+class Observed(nn.Module):
+    """Rounds its weight by ranges of its rows, which are buffers without a size at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(seeded(3, 4).float())
+        for name, value in {
+            "is_on": torch.ones(1, dtype=torch.int64),
+            "least": torch.zeros(0),
+            "most": torch.zeros(0),
+            "scale": torch.ones(1),
+            "zero": torch.zeros(1, dtype=torch.int32),
+        }.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        on, *ranges = (each for _, each in self.named_buffers())
+        round_rows: Any = torch.fused_moving_avg_obs_fake_quant
+        weight = round_rows(
+            self.weight, on, on, *ranges, 0.01, 0, 127, 0, per_row_fake_quant=True
+        )
+        return F.linear(x.float(), weight, self.weight[:, 0]).tanh()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_buffers_that_an_operator_resizes(options: dict[str, Any]) -> None:
+    """As in the first call of an observer of torch.ao, which no trace foresees."""
+    plain, model = Observed(), Observed()
+
+    expected = train(plain, plain)
+
+    assert_bitwise(train(remat(model, **options), model), expected)
+    assert model.get_buffer("least").shape == (3,)
+
+
 def test_statistics_that_read_a_counter_need_rerun() -> None:
     """`momentum=None` turns the counter to a float: `engine="rerun"` is right."""
     plain, model = build(cumulative), build(cumulative)

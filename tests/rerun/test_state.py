@@ -1,5 +1,6 @@
 """`engine="rerun"`: a run of the backward finds state as the forward did, and leaves it as it was."""
 
+import copy
 import itertools
 import operator
 import types
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import aot_module, nop
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -16,10 +18,11 @@ from remat import (
     RecomputationError,
     SavedTensorModifiedError,
     TraceError,
+    modules,
     remat,
 )
 from tests.rerun.functions import branches
-from tests.support import assert_bitwise, assert_close, seeded
+from tests.support import assert_bitwise, assert_close, grads, seeded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
@@ -442,6 +445,17 @@ def test_a_region_under_a_fake_mode() -> None:
 
     assert x.grad is not None
     assert isinstance(x.grad, FakeTensor)
+
+
+def test_a_region_in_a_graph_of_functorch() -> None:
+    """What AOTAutograd makes a graph of has no numbers either."""
+    inner = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    plain, region = copy.deepcopy(inner), nn.Sequential(inner)
+    modules.apply(region, "0", engine="rerun")
+
+    x = seeded(4, 3)
+    made = aot_module(region, nop)
+    assert_bitwise(grads(made, [x]), grads(plain, [x]))
 
 
 class Rounded(nn.Parameter):
