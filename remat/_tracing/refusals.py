@@ -479,8 +479,12 @@ def of_the_users(
     return of_a_step(error, where)
 
 
-#: What torch raises where a transform inside of a function is differentiated once more than it can.
-_OF_TORCHS_OWN = ("INTERNAL ASSERT FAILED", "requires special handling", "but got meta")
+#: What torch raises where a transform inside of a function is differentiated once more than it can,
+#: and in the backward of a sparse tensor that is made of values.
+_OF_TORCHS_OWN = (
+    *("INTERNAL ASSERT FAILED", "requires special handling", "but got meta"),
+    "SparseCooTensorWithDimsAndTensorsBackward0 returned an invalid gradient",
+)
 
 
 def is_of_a_stand_in(error: Exception) -> bool:

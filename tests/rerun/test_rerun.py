@@ -238,6 +238,25 @@ def test_a_sparse_argument_without_a_gradient(name: str, engine: Any) -> None:
 
 
 @pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "auto", "rerun"])
+@pytest.mark.filterwarnings("ignore:.*runs the function again in its backward")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_a_sparse_tensor_that_is_made_of_values(engine: str) -> None:
+    """torch cannot trace its backward; without a trace it has one."""
+    places = torch.tensor([[0, 1, 2], [2, 0, 1]])
+
+    def fun(values: Tensor) -> Tensor:
+        return torch.sparse_coo_tensor(places, values, (3, 3)).to_dense().sin()
+
+    region, values = remat(fun, engine=engine), seeded(3).requires_grad_()
+    if engine == "trace":
+        with pytest.raises(TraceError, match=r'torch fails in it: .*engine="rerun"'):
+            region(values)
+    else:
+        assert_bitwise(grads(region, [values]), grads(fun, [values]))
+
+
+@pytest.mark.contract
 @pytest.mark.parametrize("engine", ["rerun", "auto"])
 @pytest.mark.filterwarnings("ignore::remat.RematWarning")
 def test_torchs_checkpoint_inside(engine: Any) -> None:
