@@ -167,6 +167,7 @@ def trace_call(
         assert output is not None, "a trace calls the function"
         # A trace around would take the looks for those of the user's.
         with modes.without_torch_function():
+            # Its stand-in does where some level wants it: vmap's wrapper does not say so.
             had = [*map(levels.requires_grad_anywhere, traced.captured)]
             gained = _gained(had, traced.stand_ins)
             asked = _told_of(traced, before)

@@ -330,6 +330,34 @@ def test_a_batched_tensor_that_requires_grad_is_captured(
     assert_close(*gradients)
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    "way", ["grad(vmap)", "vmap(grad)", "backward(vmap)", "grad(vmap(vmap))"]
+)
+def test_a_value_of_a_mapped_function_is_captured(way: str) -> None:
+    """A region made inside reads it; that a gradient is wanted is known below vmap's wrapper."""
+    xs = seeded(2, 3, 4, 5)
+
+    def gradient(wrap: Callable[..., Any]) -> Tensor:
+        def one(x: Tensor) -> Tensor:
+            captured = x.sin()
+            return wrap(lambda y: (y * captured).tanh())(x.cos()).sum()
+
+        vmap, grad = torch.func.vmap, torch.func.grad
+        match way:
+            case "grad(vmap)":
+                return grad(lambda xs: vmap(one, in_dims=-1)(xs).sum())(xs)
+            case "vmap(grad)":
+                return vmap(grad(one))(xs)
+            case "backward(vmap)":
+                leaf = xs.clone().requires_grad_()
+                return torch.autograd.grad(vmap(one)(leaf).sum(), leaf)[0]
+            case _:
+                return grad(lambda xs: vmap(vmap(one))(xs).sum())(xs)
+
+    assert_close(gradient(remat), gradient(lambda fun: fun))
+
+
 def ring(w: Tensor) -> Any:
     """A set of a module that holds the set."""
     module: Any = Scaler(w)
