@@ -22,7 +22,7 @@ from remat._errors import RematError, TraceError, explain
 from remat._graph.meta import without_symbols
 from remat._regions.forwards import Calls
 from remat._switches.numerics import Numerics
-from remat._torch import fakes, levels, tracer
+from remat._torch import fakes, levels, modes, tracer
 from remat._tracing.open_sizes import CANNOT_OPEN
 from remat._tracing.refusals import require_answers
 from remat._tracing.thread import known_inside
@@ -102,7 +102,10 @@ class Cache:
             require_answers(reached)
         else:
             reached = found[1]
-        return any(map(levels.requires_grad_anywhere, reached))
+        with (
+            modes.without_torch_function()
+        ):  # a trace around would take the looks for the user's
+            return any(map(levels.requires_grad_anywhere, reached))
 
     def _keep(
         self, entries: list[Entry], site: CallSite, *, may_open: bool = True

@@ -136,6 +136,32 @@ def test_scans_nest(outer: AbstractSchedule | None, inner: AbstractSchedule | No
         assert_close(found, expected)
 
 
+@pytest.mark.parametrize("inner", ["scan", "remat"])
+def test_a_region_in_a_mapped_step_captures_what_the_step_does(inner: str):
+    """The cotangents are mapped, too; whether a gradient is wanted is no look of the user's."""
+
+    def mapped(one: Any, other: Any) -> Any:
+        def run(w: Tensor, c: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
+            ws = [w.sin(), w]
+
+            def inner(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+                return (h @ ws[1] + x.sin()).tanh(), h.sum()
+
+            return one(lambda h, x: other(inner, h, torch.stack([x, x])), c, xs[:3])
+
+        def pull(*each: Tensor) -> Any:
+            outputs, back, *_ = vjp(run, *each)
+            return back((outputs[0].cos(), outputs[1].sin()))
+
+        return vmap(pull)(*(torch.stack([each, each.sin()]) for each in arguments()))
+
+    def as_region(step: Any, h: Tensor, x: Tensor) -> Any:
+        return remat(lambda h, x: loop(step, h, x))(h, x)
+
+    other = by(None) if inner == "scan" else as_region
+    assert_close(mapped(by(Every(2)), other), mapped(loop, loop))
+
+
 @pytest.mark.parametrize("schedule", [None, Every(2)], ids=repr)
 def test_a_region_around_traces_first(schedule: AbstractSchedule | None):
     """A step that reaches an argument of the region around it, met there for the first time."""
