@@ -102,9 +102,8 @@ class Cache:
             require_answers(reached)
         else:
             reached = found[1]
-        with (
-            modes.without_torch_function()
-        ):  # a trace around would take the looks for the user's
+        # A trace around would take the looks for those of the user's.
+        with modes.without_torch_function():
             return any(map(levels.requires_grad_anywhere, reached))
 
     def _keep(
