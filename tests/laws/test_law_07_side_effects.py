@@ -364,6 +364,14 @@ def test_a_tensor_returned_where_pytree_does_not_look(
         remat(lambda x: pack(x.sin()), engine=engine)(seeded(3).requires_grad_())
 
 
+def test_a_tensor_left_by_a_region_in_a_region() -> None:
+    """The looks of the inner trace are none of the outer one, which knows no such tensor."""
+    inner = remat(lambda x: (x.sin(), Unregistered(x.cos())))
+
+    with pytest.raises(SideEffectError, match=r"inside a \w+\..*Register it"):
+        remat(lambda x: inner(x)[0].exp())(seeded(3).requires_grad_())
+
+
 @pytest.mark.contract
 def test_what_only_a_graph_of_torch_holds_was_not_left() -> None:
     """A write that no output rests on, into what made it: autograd's graph is a cycle."""
