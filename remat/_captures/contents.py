@@ -298,7 +298,11 @@ def _sort_of_type(kind: type) -> Look:
     if names[0] in _NAMESPACES:
         return _of_attributes
     is_own = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
-    return _of_wrapper if is_own or library.is_standard(kind.__module__) else _of_object
+    return (
+        _of_wrapper
+        if is_own or library.is_standard(library.module_of(kind))
+        else _of_object
+    )
 
 
 def look_for(value: object, step: Step) -> Look:

@@ -27,6 +27,9 @@ _LIBRARY_FILES = (
     sysconfig.get_path("stdlib"),
     "<frozen",
 )
+_IS_MADE = (
+    1 << 9
+)  # the flag of classes that are made when code runs (`Py_TPFLAGS_HEAPTYPE`)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -49,6 +52,22 @@ def is_library_module(name: str) -> bool:
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
     return isinstance(file, str) and is_library_file(file)
+
+
+def module_of(kind: type) -> str:
+    """The module that a class stands in, by its dotted name; "" where that is lent.
+
+    A class that a function makes (`abc.ABCMeta(name, bases, {})`, `types.new_class`) has the
+    name of that function's module, and is the caller's.
+    """
+    name = str(kind.__module__)
+    is_local = "<locals>" in kind.__qualname__
+    if is_local or not kind.__flags__ & _IS_MADE or not is_standard(name):
+        return name
+    found: object = sys.modules.get(name)
+    for part in kind.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return name if found is kind else ""
 
 
 def cached_weakly(fun: Callable[[Subject], Answer]) -> Callable[[Subject], Answer]:
@@ -74,7 +93,7 @@ def user_bases(kind: type) -> tuple[int, ...]:
     return tuple(
         index
         for index, base in enumerate(kind.__mro__)
-        if base is not object and not is_library_module(str(base.__module__))
+        if base is not object and not is_library_module(module_of(base))
     )
 
 

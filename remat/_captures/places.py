@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
-from remat._captures.library import cached_weakly, is_standard, user_bases
+from remat._captures.library import cached_weakly, is_standard, module_of, user_bases
 
 Step: TypeAlias = tuple[str, Hashable]
 
@@ -110,7 +110,7 @@ def _is_value_class(kind: type) -> bool:
 
     What is called or iterated holds other things, of which equality may not tell.
     """
-    if not is_standard(kind.__module__):
+    if not is_standard(module_of(kind)):
         return False
     compares = kind.__eq__ is not object.__eq__
     is_plain = not {"__call__", "__iter__"}.intersection(dir(kind))

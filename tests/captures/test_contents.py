@@ -1,11 +1,13 @@
 """What holds values without attributes, and what comes to be there later: a new trace."""
 
+import abc
 import array
 import collections
+import dataclasses
 import math
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -100,7 +102,34 @@ def of_a_metaclass() -> Case:
     return lambda x: x * Made.scale, lambda: setattr(Meta, "scale", 5.0)
 
 
+class _Scaled:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __iter__(self) -> Iterator[float]:
+        return iter((self.scale,))
+
+
+def _of_a_made_class(made: Any) -> Case:
+    """What makes a class lends it the name of a module of the standard library."""
+    held = made(2.0)
+    return lambda x: x * held.scale, lambda: setattr(held, "scale", 5.0)
+
+
+def of_a_class_of_abc() -> Case:
+    return _of_a_made_class(abc.ABCMeta("Made", (_Scaled,), {}))
+
+
+def of_a_new_class() -> Case:
+    return _of_a_made_class(types.new_class("Made", (_Scaled,)))
+
+
+def of_a_made_dataclass() -> Case:
+    return _of_a_made_class(dataclasses.make_dataclass("Made", ["scale"]))
+
+
 CONTENTS = [
+    *(of_a_class_of_abc, of_a_new_class, of_a_made_dataclass),
     *(of_a_set, in_a_set, of_a_set_in_a_dict, of_a_deque, of_a_deque_of_tensors),
     *(of_an_array, of_a_part_of_an_array, of_the_shape_of_an_array),
     *(of_bytes, of_a_standard_array, of_a_read_only_mapping, of_a_metaclass),
@@ -199,3 +228,17 @@ def test_a_name_that_appears_later_makes_a_new_trace(
     fun: Any, owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_follows(fun, lambda: monkeypatch.setattr(owner, name, value, raising=False))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_an_argument_of_a_made_class_is_looked_into(engine: Any) -> None:
+    """Its tensors get their gradients, though the class claims to be of `abc`."""
+    weight = seeded(3).requires_grad_()
+    made: Any = abc.ABCMeta("Made", (_Scaled,), {})
+
+    remat(lambda x, held: x * held.scale, engine=engine)(
+        seeded(3), made(weight)
+    ).sum().backward()
+
+    assert_bitwise(weight.grad, seeded(3))

@@ -12,7 +12,7 @@ from torch.func import grad, jvp, vmap
 
 from remat import remat
 from remat._torch import fakes
-from tests.support import assert_bitwise, assert_close, seeded
+from tests.support import assert_bitwise, assert_close, grads, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
 
@@ -72,6 +72,31 @@ def test_a_trace_knows_how_kernels_lay_out_what_they_return(
         with mode:
             known = function(*map(mode.from_tensor, pair))
         assert known.stride() == function(*pair).stride()
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("view", [Tensor.reshape, _aten.view, _aten._unsafe_view])
+def test_a_trace_knows_the_strides_of_a_view_of_one_example(view: Any) -> None:
+    """Kernels tell the memory format from them; torch's own fake tensors had others."""
+    x, size = seeded(1, 6, 4).mT, (1, 4, 2, 3)
+
+    assert remat(lambda x: (view(x, size), view(x, size).stride()))(x.requires_grad_())[
+        1
+    ] == (view(x, size).stride())
+
+
+@pytest.mark.contract
+def test_a_norm_of_one_example_after_a_view() -> None:
+    """As in attention over pixels: the kernel summed in the order of another format."""
+    x = seeded(1, 64, 8).float()
+    weight = torch.ones(8, requires_grad=True)
+
+    def fun(x: Tensor, weight: Tensor) -> Tensor:
+        pixels = x.sin().mT.reshape(1, 8, 8, 8)
+        normed = F.group_norm(pixels, 4, weight).flatten(2).mT
+        return F.linear(normed, x[0, :8])
+
+    assert_bitwise(grads(remat(fun), [x, weight]), grads(fun, [x, weight]))
 
 
 @pytest.mark.contract
