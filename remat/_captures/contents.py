@@ -298,11 +298,8 @@ def _sort_of_type(kind: type) -> Look:
     if names[0] in _NAMESPACES:
         return _of_attributes
     is_own = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
-    return (
-        _of_wrapper
-        if is_own or library.is_standard(library.module_of(kind))
-        else _of_object
-    )
+    is_known = is_own or library.is_standard(library.module_of(kind))
+    return _of_wrapper if is_known else _of_object
 
 
 def look_for(value: object, step: Step) -> Look:

@@ -27,9 +27,7 @@ _LIBRARY_FILES = (
     sysconfig.get_path("stdlib"),
     "<frozen",
 )
-_IS_MADE = (
-    1 << 9
-)  # the flag of classes that are made when code runs (`Py_TPFLAGS_HEAPTYPE`)
+_IS_MADE = 1 << 9  # of classes that are made when code runs (`Py_TPFLAGS_HEAPTYPE`)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -69,9 +69,8 @@ def require_nothing_left(
     if leaked is None:
         return
     holders = [*_holders_of_tensor(leaked)]
-    with (
-        modes.without_torch_function()
-    ):  # a trace around would take the looks for the user's
+    # A trace around would take the looks for the user's.
+    with modes.without_torch_function():
         for returned in statics:
             if any(each is returned for each in holders):
                 raise _returned_inside(leaked, returned, where)
