@@ -310,11 +310,13 @@ def mapped(
         dims = batch.dims[skip:]
         over = levels.restore_vmap(of, dims, batch.size, batch.randomness)
         found, found_dims = over(*tensors)
-        firsts = [
-            tensor if k in unmapped else mapped_first(tensor, dim, batch.size)
-            for k, (tensor, dim) in enumerate(zip(found, found_dims, strict=True))
-        ]
-        return [each.clone() for each in firsts] if are_apart else firsts
+        physical: list[Tensor] = []
+        for k, (tensor, dim) in enumerate(zip(found, found_dims, strict=True)):
+            if k not in unmapped:
+                physical.append(mapped_first(tensor, dim, batch.size))
+            else:  # a stack maps all that it returns: each example has the same
+                physical.append(tensor if dim is None else tensor.select(dim, 0))
+        return [each.clone() for each in physical] if are_apart else physical
 
     return run
 

@@ -162,6 +162,32 @@ def test_a_region_in_a_mapped_step_captures_what_the_step_does(inner: str):
     assert_close(mapped(by(Every(2)), other), mapped(loop, loop))
 
 
+def test_a_mapped_pullback_of_a_region_around_has_a_derivative():
+    """A stack maps all that it returns, also gradients that are the same for each example."""
+
+    def derivative(one: Any, around: Any) -> Any:
+        def run(w: Tensor, c: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
+            def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+                return (new := h + (x @ w).tanh()), new.sum()
+
+            return around(lambda c, xs: one(step, c, xs))(c, xs)
+
+        def pull(*each: Tensor) -> Any:
+            outputs, back, *_ = vjp(run, *each)
+            ones = [torch.ones(each.shape, dtype=each.dtype) for each in outputs]
+            return back(tuple(ones))  # for each example the same, and not mapped
+
+        def total(*examples: Tensor) -> Tensor:
+            return sum(
+                (each.sin().sum() for each in vmap(pull)(*examples)), seeded(0).sum()
+            )
+
+        examples = (torch.stack([each, each.sin()]) for each in arguments())
+        return grad(total, argnums=ALL)(*examples)
+
+    assert_close(derivative(by(Every(2)), remat), derivative(loop, lambda f: f))
+
+
 @pytest.mark.parametrize("schedule", [None, Every(2)], ids=repr)
 def test_a_region_around_traces_first(schedule: AbstractSchedule | None):
     """A step that reaches an argument of the region around it, met there for the first time."""
