@@ -159,7 +159,7 @@ def trace_call(
     require_answers(survey.reached)
     before = _wanted(survey.reached)
     flattened = Flattened(site.layout, len(site.tensors), changed)
-    with on_error(survey.restore), python_and_numpy.warned_of_draws(where):
+    with on_error(survey.restore), python_and_numpy.warned_of_draws(where) as take_back:
         traced, reads, template = _run_trace(
             site, survey, flattened, fixed, like_outputs
         )
@@ -174,6 +174,7 @@ def trace_call(
         if flattened.gained or asked:
             take_out(traced.fakes)
             survey.restore()
+            take_back()
             changed = flattened.gained or changed
             with on_error(lambda: _set_requires_grad(asked, False)):
                 _set_requires_grad(asked, True)

@@ -8,7 +8,7 @@ import contextlib
 import pickle
 import random
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from remat._user_lines import warn_once
@@ -45,10 +45,23 @@ def set_states(found: tuple[Any, ...]) -> None:
 
 
 @contextlib.contextmanager
-def warned_of_draws(where: str) -> Generator[None]:
-    """Warns, once a function, if its trace, which runs inside, draws as Python or numpy do."""
+def warned_of_draws(where: str) -> Generator[Callable[[], None]]:
+    """Warns, once a function, if its trace, which runs inside, draws as Python or numpy do.
+
+    Gives what takes the draws back, as is done if the trace is refused: what runs instead of it
+    draws the same numbers.
+    """
     before = states()
-    yield
+
+    def take_back() -> None:
+        if before != states():
+            set_states(before)
+
+    try:
+        yield take_back
+    except BaseException:
+        take_back()
+        raise
     # Not an error: it may have been another thread, such as that of a data loader.
     if before != states():
         warn_once(

@@ -249,7 +249,8 @@ class _FlatCall:
             returned, self.returned = trees.Frame.of((result, stored))
             if not is_again:
                 where = f"the region {name_of(self.fun)}"
-                require_all_returned(self.returned.statics, where)
+                arguments = tensors[: len(self.reach.passed)]
+                require_all_returned(self.returned.statics, where, arguments)
             # A captured tensor that no operator met is returned as it is.
             found = [stand_ins.get(id(each), each) for each in returned]
             found = without_false_gradients(tensors, found)

@@ -77,12 +77,15 @@ def require_nothing_left(
         raise _left_tensor_error(leaked, where)
 
 
-def require_all_returned(statics: Sequence[object], where: str) -> None:
+def require_all_returned(
+    statics: Sequence[object], where: str, arguments: Sequence[Tensor]
+) -> None:
     """Refuses a run whose result has a gradient in what pytree takes for no tensor."""
+    given = {id(each) for each in arguments if each.requires_grad}
     for each in statics:
         if type(each).__module__ != "builtins":
             for node, *_ in Survey((each,)).tensors.values():
-                if node.value.grad_fn is not None:
+                if node.value.grad_fn is not None or id(node.value) in given:
                     raise _returned_inside(node.value, each, where)
 
 

@@ -104,3 +104,40 @@ def test_nothing_is_said_where_nothing_is_drawn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         remat(lambda x: x.sin().exp())(torch.ones(3, requires_grad=True))
+
+
+def branching(x, draw):
+    """A trace of it is refused after it has drawn."""
+    scale = draw()
+    return (x * scale).exp() if x.sum() > 0 else x * scale
+
+
+def writing(x, draw):
+    """Its trace starts again, since an argument gets a gradient."""
+    out = torch.zeros(3)
+    return write(out, x, draw) + out
+
+
+def write(out, x, draw):
+    """Writes what has a gradient to an argument without one."""
+    return out.copy_(x * draw()).sin()
+
+
+@pytest.mark.filterwarnings("ignore::remat.RematWarning")
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("restarts", [False, True], ids=["refused", "started again"])
+def test_a_trace_that_is_given_up_takes_its_draws_back(draw, restarts, monkeypatch):
+    x = torch.ones(3, requires_grad=True)
+    fun = writing if restarts else branching
+    expected = fun(x, draw).detach(), draw()
+    random.seed(0)
+    np.random.seed(0)
+
+    if restarts:
+        monkeypatch.setitem(globals(), "write", remat(write))
+        found = fun(x, draw)
+    else:
+        found = remat(lambda x: fun(x, draw), engine="auto")(x)
+
+    assert torch.equal(found, expected[0])
+    assert draw() == expected[1]

@@ -364,6 +364,17 @@ def test_a_tensor_returned_where_pytree_does_not_look(
         remat(lambda x: pack(x.sin()), engine=engine)(seeded(3).requires_grad_())
 
 
+def test_an_argument_returned_where_pytree_does_not_look() -> None:
+    """A transform to be called later, as of a flow: `torch.func.grad` gave zeros."""
+
+    def later(x: Tensor) -> Any:
+        return SimpleNamespace(call=functools.partial(torch.mul, x))
+
+    region = remat(later, engine="rerun")
+    with pytest.raises(SideEffectError, match=r"inside a \w+\..*Register it"):
+        torch.func.grad(lambda x: region(x).call(seeded(3)).sum())(seeded(3, seed=1))
+
+
 def test_a_tensor_left_by_a_region_in_a_region() -> None:
     """The looks of the inner trace are none of the outer one, which knows no such tensor."""
     inner = remat(lambda x: (x.sin(), Unregistered(x.cos())))
