@@ -89,7 +89,7 @@ class DecoratedFunction(Generic[_P, _R]):
         if self._takes_self and args:
             through = calling_module()  # of a types.MethodType in an attribute
             if _is_copy(through, args[0]):
-                return self._call((through, *args[1:]), kwargs)
+                return self.of_copy(through, args[0])(through, *args[1:], **kwargs)
         cache = self._known
         routes = cache.routes
         for route in routes:
@@ -127,6 +127,19 @@ class DecoratedFunction(Generic[_P, _R]):
             returned = flat_call.call(self._fun, args, kwargs, self._rng)
             self._cache.rerun_from_now_on(site, refused)
             return returned
+
+    def of_copy(self, module: object, original: object) -> Callable[..., Any]:
+        """The region of a copy of a module: around the forward of its class, if this is one's."""
+        if type(module) is type(original) or not self._is_forward_of(original):
+            return self
+        own = _forward_of(module)
+        if is_region(own):
+            return own
+        return DecoratedFunction(own, self.settings, self._where)
+
+    def _is_forward_of(self, module: object) -> bool:
+        forward = _forward_of(module)
+        return forward is self or forward is self._fun
 
     def _call_traced(self, site: CallSite) -> Any:
         """Makes a call by its trace, which is found or made."""
@@ -339,11 +352,9 @@ class MethodRegion(DecoratedFunction[_P, _R]):
         if not is_dynamo_compiling():
             self.follow_class()
             through, method = calling_module(), cast("Any", self._fun)
-            own = method.__self__
             if through is None:
                 self._require_alone()
-            elif through is not own and isinstance(through, type(own)):
-                # The copy may have a class of its own, made of the original's.
+            elif _is_copy(through, method.__self__):
                 forward = _forward_of(through) if self._is_forward else method.__func__
                 method = types.MethodType(forward, through)
                 return MethodRegion(method, self.settings, self._where)(*args, **kwargs)
@@ -376,7 +387,8 @@ def _forward_of(module: object) -> Any:
 
 
 def _is_copy(module: object, original: object) -> bool:
-    return module is not original and type(module) is type(original)
+    """Whether a module is another than the original; a library may make a class of its own for it."""
+    return module is not original and isinstance(module, type(original))
 
 
 # One number for all regions with the same options around modules of the same classes.
@@ -444,7 +456,9 @@ class BoundRegion:
         # A bound method that is kept is also in a copy of the attributes.
         if "forward" in getattr(instance, "__dict__", ()) and not is_dynamo_compiling():
             through = calling_module()
-            instance = through if _is_copy(through, instance) else instance
+            if _is_copy(through, instance):
+                region = self.__func__.of_copy(through, instance)
+                return region(through, *args, **kwargs)
         return self.__func__(instance, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

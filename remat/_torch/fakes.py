@@ -251,6 +251,7 @@ class _FakeMode(FakeTensorMode):
         return found
 
     def _viewed(self, given: Tensor, found: Tensor) -> Tensor:
+        """A view with the strides that a tensor without data, but of a kernel, has."""
         like = torch.empty_strided(given.shape, given.stride(), device=_META)
         strides = like.view(found.shape).stride()
         if found.stride() == strides:

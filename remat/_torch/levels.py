@@ -251,7 +251,7 @@ def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:
 
 
 def put_numbers(tensor: Tensor, new: Tensor) -> None:
-    """Writes to a tensor, which an observer's first call gives another size, by a kernel."""
+    """Writes all of a tensor; it gets another size, as a kernel may give an observer's buffer."""
     if tensor.shape != new.shape:
         tensor.resize_(new.shape)
     tensor.copy_(new)

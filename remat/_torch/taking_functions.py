@@ -6,7 +6,6 @@ are given, and for which transforms it has a rule.
 
 # pyright: reportPrivateUsage=false
 import dataclasses
-import functools
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self, final
@@ -128,8 +127,8 @@ def _scan_by_steps(
     not.
     """
     wanted = torch.is_grad_enabled() and any(each.requires_grad for each in leaves)
-    is_mapped = any(map(functorch.is_batchedtensor, leaves))
-    if is_mapped or (wanted and _mixes_leaves(combine, leaves, given)):
+    may_mix, is_mapped = len(leaves) > 1, any(map(functorch.is_batchedtensor, leaves))
+    if is_mapped or (wanted and may_mix and _mixes_leaves(combine, leaves, given)):
         module = importlib.import_module("torch._higher_order_ops.associative_scan")
         return module.generic_associative_scan(combine, leaves, additional_inputs=given)
     op: Any = torch.ops.higher_order.associative_scan
@@ -138,18 +137,22 @@ def _scan_by_steps(
 
 def _mixes_leaves(combine: Any, leaves: Sequence[Tensor], given: Sequence[Any]) -> bool:
     """Whether what a function of two rows gives for a leaf depends on another leaf, too."""
-    pairs: list[tuple[Tensor, ...]] = []
-    for leaf in leaves:
-        like = {"dtype": leaf.dtype, "device": leaf.device}
+
+    def row(leaf: Tensor) -> Tensor:
         wanted = leaf.is_floating_point() or leaf.is_complex()
-        row = functools.partial(torch.empty, leaf[:1].shape, **like)
-        pairs.append((row(requires_grad=wanted), row(requires_grad=wanted)))
-    left, right = zip(*pairs, strict=True)
+        shape, dtype, device = leaf[:1].shape, leaf.dtype, leaf.device
+        return torch.empty(shape, dtype=dtype, device=device, requires_grad=wanted)
+
+    left, right = ([row(leaf) for leaf in leaves] for _ in range(2))
     with proxy_tensor.disable_proxy_modes_tracing():
         found = combine(*left, *right, *given)
     for place, out in enumerate(found):
-        others = [row for k, pair in enumerate(pairs) if k != place for row in pair]
-        others = [row for row in others if row.requires_grad]
+        others = [
+            each
+            for rows in (left, right)
+            for k, each in enumerate(rows)
+            if k != place and each.requires_grad
+        ]
         if others and out.requires_grad:
             how = {"retain_graph": True, "allow_unused": True}
             cotangent = torch.empty_like(out)

@@ -156,7 +156,6 @@ def test_a_tensor_made_of_an_array_is_refused(name: str) -> None:
         remat(lambda x: x * torch.tensor(array))(seeded(3).requires_grad_())
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("engine", ["auto", "rerun"])
 def test_a_run_again_finds_the_array_as_it_was(engine: str) -> None:
     """By which a module may choose where its weight goes, as one of a flow does."""

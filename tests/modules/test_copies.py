@@ -167,7 +167,7 @@ def made_functional(module: nn.Module) -> Any:
     return made
 
 
-@pytest.mark.parametrize("way", ["apply", "apply rerun", "apply auto", "assigned"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_copy_with_a_class_of_its_own(way: Any) -> None:
     """It runs the forward of that class, as the copy of a module without regions does."""
 

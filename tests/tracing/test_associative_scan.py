@@ -79,7 +79,9 @@ def test_a_function_that_mixes_its_leaves_has_its_whole_gradient(order: int) -> 
 
 
 @pytest.mark.skipif(torch.__version__ < "2.15", reason="torch 2.15 can map it")
-@pytest.mark.parametrize("scan", [lambda _, x: products(x), recurrence])
+@pytest.mark.parametrize(
+    "scan", [lambda _, x: products(x), recurrence], ids=["products", "recurrence"]
+)
 def test_a_gradient_of_a_mapped_one_is_right(scan: Callable[..., Tensor]) -> None:
     """A map of torch's own puts the graph of a function of one row around several rows."""
 
