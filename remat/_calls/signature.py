@@ -88,7 +88,9 @@ class CallSite(NamedTuple):
     #: What must be equal for a trace to be used again, switches and captured state aside.
     signature: Hashable
     tensors: tuple[Tensor, ...]  # the dynamic leaves, each once
-    objects: tuple[object, ...]  # the leaves that must be looked into
+    objects: tuple[
+        object, ...
+    ]  # what must be looked into: leaves, then parts of contexts
     wants_gradient: bool  # whether some level of reverse mode wants one of the tensors
     is_traceable: bool  # whether all tensors can be traced
     numerics: Numerics  # the switches in force
@@ -213,7 +215,7 @@ def call_site(
         arguments,
         signature,
         tuple(leaves.tensors),
-        tuple(leaves.objects),
+        (*leaves.objects, *leaves.around),
         leaves.wants_gradient,
         leaves.is_traceable,
         Numerics.current(),
@@ -237,6 +239,8 @@ class _KeyReader:
         self._places: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.objects: list[object] = []
+        #: The parts of contexts that must be looked into.
+        self.around: list[object] = []
         self.is_traceable = True
         self.wants_gradient = False
 
@@ -282,7 +286,19 @@ class _KeyReader:
             self.objects.append(tree)
             kind = cast("type[object]", type(tree))
             return (kind, tree) if isinstance(tree, type) else kind
-        return (spec, *map(self.read, leaves))
+        return (trees.structure(spec, self._read_part), *map(self.read, leaves))
+
+    def _read_part(self, part: object) -> Hashable:
+        """What stands for a part of a context in the key."""
+        key = static_key(part)
+        if key is not None:
+            return key
+        self.around.append(part)
+        try:
+            hash(part)
+        except TypeError:
+            return (type(part), id(part))
+        return (type(part), part)
 
 
 def _with_wrapped_statics(

@@ -6,7 +6,7 @@ Obsolete when torch.utils._pytree loses its underscore.
 # pyright: reportPrivateUsage=false
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self, TypeVar, final
+from typing import Any, Self, TypeVar, cast, final
 
 import torch
 from torch import Tensor
@@ -51,7 +51,40 @@ def _built(spec: Any, leaves: Iterator[Any]) -> Any:
     parts = [_built(each, leaves) for each in spec.children()]
     if spec.type is torch.Size:
         return torch.Size(parts)
-    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)
+    built = pytree.SUPPORTED_NODES[spec.type].unflatten_fn
+    return built(parts, _own_containers(spec.context))
+
+
+def _own_containers(context: Any) -> Any:
+    """A context with lists and dicts of its own: what is put together may change them."""
+    if type(context) in (tuple, list):
+        return type(context)(map(_own_containers, context))
+    if type(context) is dict:
+        items = cast("dict[Any, Any]", context).items()
+        return {key: _own_containers(each) for key, each in items}
+    return context
+
+
+def structure(spec: Any, of_part: Callable[[Any], Any]) -> Any:
+    """What is around leaves, as it is now, with what a function makes of each part of a context.
+
+    A context is what a class gives pytree beside its leaves; its lists and dicts are no parts.
+    """
+    if spec.is_leaf():
+        return None
+    inside = (structure(each, of_part) for each in spec.children())
+    return (spec.type, _of_context(spec.context, of_part), *inside)
+
+
+def _of_context(context: Any, of_part: Callable[[Any], Any]) -> Any:
+    if isinstance(context, (tuple, list)):
+        parts = cast("Sequence[Any]", context)
+        return (type(parts), *(_of_context(each, of_part) for each in parts))
+    if isinstance(context, dict):
+        items = cast("dict[Any, Any]", context)
+        parts = (_of_context(each, of_part) for each in items.values())
+        return (type(items), tuple(items), *parts)
+    return of_part(context)
 
 
 @final

@@ -68,8 +68,8 @@ class Given:
         """
         now = (*self.args, *self.kwargs.values())
         for place, (before, tree) in enumerate(zip(self._before, now, strict=True)):
-            (leaves, spec), (found, new_spec) = before, _contents(tree)
-            if spec == new_spec and all(map(_is_same, leaves, found)):
+            (leaves, around), (found, around_now) = before, _contents(tree)
+            if around == around_now and all(map(_is_same, leaves, found)):
                 continue
             names = [*parameter_names(function, len(self.args)), *self.kwargs]
             raise SideEffectError.of(
@@ -84,7 +84,11 @@ class Given:
 
 def _contents(tree: Any) -> tuple[list[Any], Any]:
     leaves, spec = trees.flatten(tree)
-    return [*map(own_set, leaves)], spec
+    return [*map(own_set, leaves)], trees.structure(spec, _of_part)
+
+
+def _of_part(part: object) -> object:
+    return own_set(part) if type(part) in _BY_VALUE else type(part)
 
 
 def own_set(leaf: Any) -> Any:

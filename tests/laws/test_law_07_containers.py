@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_dataclass, tree_flatten
+from torch.utils._pytree import register_dataclass, register_pytree_node, tree_flatten
 
 from remat import SideEffectError, disabled, modules, remat
 from remat.interop.torch import checkpoint
@@ -31,6 +31,24 @@ class Skips:
 
 
 register_dataclass(Skips)
+
+
+class Noted:
+    """A tensor with notes, which pytree is told beside it."""
+
+    def __init__(self, x: Tensor, notes: list[str]) -> None:
+        self.x = x
+        self.notes = notes
+
+    def __repr__(self) -> str:
+        return f"Noted({self.x}, {self.notes})"
+
+
+register_pytree_node(
+    Noted,
+    lambda each: ([each.x], each.notes),
+    lambda x, notes: Noted(next(iter(x)), notes),
+)
 
 
 def pops(x: Tensor, held: list[Tensor]) -> Tensor:
@@ -70,6 +88,11 @@ def joins(x: Tensor, held: set[int]) -> Tensor:
     return x @ W
 
 
+def notes(x: Tensor, held: Noted) -> Tensor:
+    held.notes.append("seen")
+    return x @ W + held.x
+
+
 CHANGES: list[tuple[Function, Callable[[], Any]]] = [
     (pops, lambda: [seeded(3, 4)]),
     (appends, list),
@@ -79,6 +102,7 @@ CHANGES: list[tuple[Function, Callable[[], Any]]] = [
     (pops_inside, lambda: {"skips": [seeded(3, 4)]}),
     (pops_of_an_object, lambda: Skips([seeded(3, 4)])),
     (joins, lambda: {1, 2}),
+    (notes, lambda: Noted(seeded(3, 4), [])),
 ]
 each_change = pytest.mark.parametrize(
     ("fun", "make"), CHANGES, ids=[fun.__name__ for fun, _ in CHANGES]

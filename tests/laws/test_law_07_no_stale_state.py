@@ -11,11 +11,13 @@ import math
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from remat import RecomputationError, remat
 from tests.laws import changes
@@ -209,6 +211,77 @@ def test_each_thread_has_its_own_state() -> None:
     assert len(found) == 6
     for ours, plain in found:
         assert_bitwise(ours, plain)
+
+
+class Parcel:
+    """A tensor, and what pytree is told beside it: the context."""
+
+    def __init__(self, x: Tensor, context: Any) -> None:
+        self.x = x
+        self.context = context
+
+
+register_pytree_node(
+    Parcel,
+    lambda each: ([each.x], each.context),
+    lambda x, found: Parcel(next(iter(x)), found),
+)
+
+#: What a context may be, how a function reads it, and how the caller changes it.
+CONTEXTS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "list": ([2.0], lambda held: held[0], lambda held: held.append(held.pop() + 1)),
+    "dict": (
+        {"scale": 2.0},
+        lambda held: held["scale"],
+        lambda held: held.update(scale=held["scale"] + 1),
+    ),
+    "object": (
+        Holder(),
+        lambda held: held.value,
+        lambda held: setattr(held, "value", held.value + 1),
+    ),
+    "object without a hash in a tuple": (
+        (SimpleNamespace(scale=2.0),),
+        lambda held: held[0].scale,
+        lambda held: setattr(held[0], "scale", held[0].scale + 1),
+    ),
+    "tensor": (seeded(3, seed=5), lambda held: held, lambda held: held.add_(1)),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_a_change_in_the_context_of_an_argument_is_noticed(kind: str) -> None:
+    """Beside the parts of a class that was registered with pytree."""
+    held, read, change = CONTEXTS[kind]
+
+    def fun(x: Tensor) -> Tensor:
+        return inner(Parcel(x, held))
+
+    def plain(parcel: Parcel) -> Tensor:
+        return torch.sin(parcel.x * read(parcel.context))
+
+    region = remat(plain)
+    for _ in range(3):
+        inner = plain
+        expected = value_and_gradient(fun)
+        inner = region
+        assert_bitwise(value_and_gradient(fun), expected)
+        assert_bitwise(value_and_gradient(fun), expected)
+        change(held)
+
+
+@pytest.mark.contract
+def test_a_tensor_in_the_context_of_an_argument_gets_its_gradient() -> None:
+    """As one that is captured."""
+    held = seeded(3, seed=5).requires_grad_()
+    region = remat(lambda parcel: torch.sin(parcel.x * parcel.context).sum())
+
+    (grad,) = torch.autograd.grad(region(Parcel(seeded(2, 3), held)), held)
+
+    x = seeded(2, 3)
+    (expected,) = torch.autograd.grad(torch.sin(x * held).sum(), held)
+    assert_bitwise(grad, expected)
 
 
 STATICS = {
