@@ -14,7 +14,7 @@ from torch import Tensor
 
 from remat import remat
 from tests.laws.derivatives import second, slope
-from tests.support import assert_close, seeded
+from tests.support import assert_close, seeded, swept
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
 
@@ -142,7 +142,7 @@ def test_forward_mode_over_an_output_that_no_example_moves() -> None:
     assert_close(pushed(remat(lambda x: remat(fun)(x))), pushed(fun))
 
 
-@pytest.mark.parametrize("num_classes", [4, 6])
+@pytest.mark.parametrize("num_classes", [4, *swept([6])])
 def test_forward_mode_over_a_class_of_each_row(num_classes: int) -> None:
     """Routing by `F.one_hot` has second derivatives of every order of modes."""
 

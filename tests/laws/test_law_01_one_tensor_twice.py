@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from remat import modules, remat
 from tests.laws.derivatives import step
-from tests.support import assert_bitwise, grads, seeded
+from tests.support import assert_bitwise, grads, seeded, swept
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
 
@@ -80,7 +80,9 @@ SHARED: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(
+    "name", ["attention", "branch", *swept(["attention_without_weights"])]
+)
 def test_a_tensor_that_is_given_twice_is_one(name: str) -> None:
     """In this call and in no other; recognized calls keep them apart too."""
     plain, region = SHARED[name], remat(SHARED[name])

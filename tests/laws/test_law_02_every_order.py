@@ -91,7 +91,7 @@ def peak_bytes(nest: str, kind: str) -> int:
 
 CHAINS = [(nest, each) for nest, chains in RISING.items() for each in chains]
 #: One for each nest, but for those that take the longest to trace.
-DAILY = [(nest, RISING[nest][0]) for nest in ("grad(grad)", "jvp(grad)", "grad(jvp)")]
+DAILY = [(nest, RISING[nest][0]) for nest in ("grad(grad)", "jvp(grad)")]
 
 
 @pytest.mark.parametrize(

@@ -113,27 +113,35 @@ def test_a_compiled_step_peaks_no_higher(
         assert peak("inductor", twice=True) > peak("inductor")
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each graph that the compiler gets, whether kernels are to be called from C++.
+
+    It takes seconds. In its place, the graph runs as it is.
+    """
+    found: list[bool] = []
+
+    def as_it_is(graph: Any, inputs: Any, *, wrapper_in_cpp: bool) -> Any:
+        found.append(wrapper_in_cpp)
+        return lambda given: graph(*given)
+
+    monkeypatch.setattr(runners, "inductor", as_it_is)
+    return found
+
+
 @pytest.mark.parametrize(("layers", "is_long"), [(1, False), (12, True)])
 def test_kernels_of_long_programs_are_called_from_cpp(
-    layers: int, is_long: bool, monkeypatch: pytest.MonkeyPatch
+    layers: int, is_long: bool, asked: list[bool]
 ) -> None:
     """Where tensors are small, the calls take longer than the kernels; few steps do not pay."""
     weights = [seeded(4, 4, seed=k).requires_grad_() for k in range(layers)]
-    written: list[bool] = []
-    inductor = runners.inductor
-
-    def spied(*args: Any, wrapper_in_cpp: bool) -> Any:
-        written.append(wrapper_in_cpp)
-        return inductor(*args, wrapper_in_cpp=wrapper_in_cpp)
-
-    monkeypatch.setattr(runners, "inductor", spied)
     region = remat(stack, backend="inductor")
 
     found = torch.autograd.grad(region(weights, seeded(3, 4)).sum(), weights)
 
     plain = torch.autograd.grad(stack(weights, seeded(3, 4)).sum(), weights)
     torch.testing.assert_close(found, plain)
-    assert written == [is_long, is_long]
+    assert asked == [is_long, is_long]
 
 
 def hessian_vector(f: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -171,7 +179,7 @@ def test_compiled_regions_under_transforms(transform: Any) -> None:
     torch.testing.assert_close(found, transform(mlp)(plain, x))
 
 
-def test_nested_regions_compile_as_one_program() -> None:
+def test_nested_regions_compile_as_one_program(asked: list[bool]) -> None:
     """The outer region's programs hold the inner one's operators."""
     params, x = arguments()
     inner = remat(mlp)
@@ -184,6 +192,7 @@ def test_nested_regions_compile_as_one_program() -> None:
     )
     torch.testing.assert_close(found, plain)
     assert runs_of(outer, params, x) == [True, True]
+    assert len(asked) == 2
 
 
 def test_keyed_draws_keep_their_bits() -> None:
