@@ -493,6 +493,20 @@ def test_a_registered_type_without_keys(engine: str) -> None:
     assert {each for each in paths if each} == {"pairs.p.0", "pairs.p.1"}
 
 
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_an_argument_may_have_any_name(engine: Any) -> None:
+    """That of a method's first parameter, too."""
+
+    def fun(self: Tensor, *, args: Tensor) -> Tensor:
+        return self.sin() * args
+
+    region = remat(fun, engine=engine)
+    x, y = seeded(3).requires_grad_(), seeded(3, seed=1)
+
+    assert_bitwise(region(self=x, args=y), fun(x, args=y))
+    assert region.saved_residuals(self=x, args=y)
+
+
 def yields(x: Tensor) -> Iterator[Tensor]:
     yield x.sin()
 

@@ -80,7 +80,7 @@ class DecoratedFunction(Generic[_P, _R]):
         # Becomes `_calls.cache` at the first call that is looked up; a plain attribute is faster.
         self._known = _NOTHING_KNOWN
 
-    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function; its backward will recompute."""
         if is_dynamo_compiling():
             return torch_compile.call(self.kind, self._fun, args, kwargs)
@@ -199,7 +199,9 @@ class DecoratedFunction(Generic[_P, _R]):
         parts = owner.modules() if is_module else ()
         return kind_of(self._resolved, self._where, *map(type, parts))
 
-    def programs(self, *args: _P.args, **kwargs: _P.kwargs) -> tuple[Program, Program]:
+    def programs(
+        self, /, *args: _P.args, **kwargs: _P.kwargs
+    ) -> tuple[Program, Program]:
         """The forward program and the backward program of a call; both print.
 
         Nothing runs but the trace. What is differentiated is what `saved_residuals`
@@ -218,7 +220,7 @@ class DecoratedFunction(Generic[_P, _R]):
             derived.forward(roots, save=False).program,
         )
 
-    def stages(self, *args: _P.args, **kwargs: _P.kwargs) -> Stages:
+    def stages(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Stages:
         """What becomes of a call, stage by stage: joint graph, decisions, cut; it prints.
 
         Nothing runs but the trace; `programs` shows the two programs that the last stage
@@ -244,7 +246,7 @@ class DecoratedFunction(Generic[_P, _R]):
             entry, captured = self._cache.find(site)
             return entry, site, captured
 
-    def saved_residuals(self, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:
+    def saved_residuals(self, /, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:
         """What a call holds between its forward and its backward, as `remat.saved_residuals`."""
         entry, site, captured = self.entry_of(args, kwargs)
         return residuals_of(entry, (*site.tensors, *captured))
@@ -347,7 +349,7 @@ class MethodRegion(DecoratedFunction[_P, _R]):
             own: Any = types.MethodType(now, method.__self__)
             cast("Any", MethodRegion).__init__(self, own, self.settings)
 
-    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the method; its backward will recompute."""
         if not is_dynamo_compiling():
             self.follow_class()

@@ -203,7 +203,7 @@ class Tiled(Generic[_P, _R]):
         rng = "preserve" if is_of_module(f) else "keys"
         return remat(dense, policy=self.policy, rng=rng)
 
-    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """The function's result, computed tile by tile."""
         if torch.compiler.is_dynamo_compiling():
             return _call_tiled(self, *args, **kwargs)
