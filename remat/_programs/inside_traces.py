@@ -164,9 +164,19 @@ def _index_put(
     return torch.where(mask[(..., *[None] * rest)], values, tensor)
 
 
+def _group_norm_backward(
+    gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Any, *rest: Any
+) -> Any:
+    """For vmap in a trace, by parts where the weight has another dtype: torch's rule mixes these."""
+    op = _aten.native_group_norm_backward.default
+    is_mixed = weight is not None and weight.dtype != x.dtype
+    run = schemas.DECOMPOSED[op] if is_mixed else op
+    return run(gradient, x, mean, rstd, weight, *rest)
+
+
 # Obsolete when views do not mind how examples lie in memory, when torch's rules are right for
-# index_fill where the values are mapped and the tensor is not, and for the derivative of
-# select_scatter, and when there are some for copy, which replaces a write to a strided view, for
+# index_fill where the values are mapped and the tensor is not, for the backward of a group norm
+# in mixed precision, and for the derivative of select_scatter, and when there are some for copy, which replaces a write to a strided view, for
 # index_put by a mask, and for the backward of a fused norm, which it would run example by example.
 _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.view.default: _aten.reshape.default,
@@ -175,6 +185,7 @@ _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.index_put.default: _index_put,
     _aten.copy.default: _copy,
     _aten.select_scatter.default: _select_scatter,
+    _aten.native_group_norm_backward.default: _group_norm_backward,
     schemas.FUSED_NORM_BACKWARD: schemas.DECOMPOSED[schemas.FUSED_NORM_BACKWARD],
 }
 

@@ -35,6 +35,24 @@ def test_attention_heads_by_transposition_per_example() -> None:
     assert_close(per_example(remat(attend)), per_example(attend))
 
 
+def test_a_group_norm_in_mixed_precision_per_example() -> None:
+    """torch's rule for vmap hands its backward two dtypes, which the kernel refuses."""
+    weight, x = seeded(8, dtype=torch.float32), seeded(3, 2, 8, 4, dtype=torch.bfloat16)
+
+    def norm(weight: Tensor, x: Tensor) -> Tensor:
+        return F.group_norm(x, 2, weight).float().sin().sum()
+
+    def per_example(fun: Any) -> Any:
+        return torch.func.vmap(torch.func.grad(fun, argnums=(0, 1)), (None, 0))(
+            weight, x
+        )
+
+    found, expected = per_example(remat(norm)), per_example(norm)
+
+    assert [each.dtype for each in found] == [torch.float32, torch.bfloat16]
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
 def pulled_twice(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The gradient of a pullback's result."""
     return torch.func.grad(lambda x: torch.func.vjp(f, x)[1](x.sum())[0].sin().sum())
