@@ -14,7 +14,7 @@ from torch import Tensor
 
 from remat._generators import compiled_draws, device_states, streams
 from remat._graph import operators
-from remat._graph.meta import device_of
+from remat._graph.meta import TensorMeta, device_of
 from remat._graph.values import Graph, Value, last_uses, replace_refs
 from remat._programs import by_places
 from remat._torch import levels, modes, schemas, tracer
@@ -66,7 +66,7 @@ def _run_inside_trace(
         out = device_states.STATE(*args) if is_own else streams.STATE(stream)
     else:
         op = by_places.replaced(value, values, is_mapped=_is_mapped())
-        out = _run(op, args, dict(kwargs))
+        out = _of_its_dtype(value, _run(op, args, dict(kwargs)))
     note = importing.Note(
         value.source,
         value.function,
@@ -75,6 +75,13 @@ def _run_inside_trace(
     )
     importing.annotate(traced, before, note)
     return out
+
+
+def _of_its_dtype(value: Value, found: Any) -> Any:
+    """A value as the graph has it; in mixed precision, rules for vmap and parts widen some."""
+    if isinstance(found, Tensor) and isinstance(value.meta, TensorMeta):
+        return found if found.dtype == value.meta.dtype else found.to(value.meta.dtype)
+    return found
 
 
 def _draw_with_state(

@@ -18,6 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.module_tracker import ModuleTracker
 
 from remat._torch.attributes import attributes_as
+from remat._torch.modes import without_torch_function
 
 _T = TypeVar("_T")
 _CALLS = torch.nn.Module.__call__.__code__.co_filename
@@ -165,4 +166,7 @@ def second_places(kind: type) -> tuple[str, ...]:
 def refresh_second_places(module: object) -> None:
     """Sets `second_places` to the parameters that the module has now. Obsolete as they are."""
     if isinstance(module, torch.nn.RNNBase):
-        module._update_flat_weights()
+        with (
+            without_torch_function()
+        ):  # it asks the weights, and a trace would capture them
+            module._update_flat_weights()

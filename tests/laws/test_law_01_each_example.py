@@ -36,11 +36,13 @@ def test_attention_heads_by_transposition_per_example() -> None:
 
 
 def test_a_group_norm_in_mixed_precision_per_example() -> None:
-    """torch's rule for vmap hands its backward two dtypes, which the kernel refuses."""
+    """torch's rules for vmap widen what it gives, and hand two dtypes to its backward's kernel."""
     weight, x = seeded(8, dtype=torch.float32), seeded(3, 2, 8, 4, dtype=torch.bfloat16)
+    mix = seeded(4, 4, seed=2, dtype=torch.bfloat16)
 
     def norm(weight: Tensor, x: Tensor) -> Tensor:
-        return F.group_norm(x, 2, weight).float().sin().sum()
+        normed = F.group_norm(x @ mix, 2, weight)
+        return (normed.to(x.dtype) @ mix).float().sin().sum()
 
     def per_example(fun: Any) -> Any:
         return torch.func.vmap(torch.func.grad(fun, argnums=(0, 1)), (None, 0))(
@@ -50,7 +52,7 @@ def test_a_group_norm_in_mixed_precision_per_example() -> None:
     found, expected = per_example(remat(norm)), per_example(norm)
 
     assert [each.dtype for each in found] == [torch.float32, torch.bfloat16]
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
 
 
 def pulled_twice(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

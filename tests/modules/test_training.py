@@ -113,6 +113,23 @@ def test_recurrent_modules_with_other_parameters(make):
     assert layers[1].forward.cache_info().misses == 1
 
 
+@pytest.mark.parametrize("make", [nn.RNN, nn.GRU])
+def test_a_recurrent_module_whose_backward_runs_under_autocast(make):
+    """The trace of that backward puts the second place of its parameters in order."""
+    module, x = make(3, 4), seeded(2, 1, 3, dtype=torch.float32)
+    weights = dict(module.named_parameters())
+
+    def called(weights):
+        return torch.func.functional_call(module, weights, (x,))[0]
+
+    def gradients(called):
+        with torch.autocast(HERE, torch.bfloat16):
+            out = called(weights).float().sum()
+            return torch.autograd.grad(out, [*weights.values()])
+
+    assert_bitwise(gradients(remat(called)), gradients(called))
+
+
 def test_a_region_that_calls_a_recurrent_module_leaves_it_as_it_was():
     """No tensor of the trace stays in the module's second place for its parameters."""
     module, x = nn.RNN(3, 4).double(), seeded(2, 1, 3)
