@@ -15,6 +15,9 @@ from torch import Tensor
 from torch._decomp import (
     decomposition_table,  # pyright: ignore[reportUnknownVariableType]
 )
+from torch._higher_order_ops.effects import (
+    has_effects,  # pyright: ignore[reportUnknownVariableType]
+)
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 OpOverload = torch._ops.OpOverload
@@ -99,6 +102,15 @@ def has_first_order_formula(op: Any) -> bool:
     constant; under `create_graph` torch uses another. Obsolete when it has one formula.
     """
     return op is torch.ops.aten.cumprod.default
+
+
+def has_ordered_effect(op: Any) -> bool:
+    """Whether an operator is registered to have an effect, and gives values of its own.
+
+    A collective of `c10d` writes into its arguments: what it returns is a handle. Obsolete
+    when torch gives `torch._higher_order_ops.effects` a public name.
+    """
+    return has_effects(op) and op.namespace != "c10d"
 
 
 def has_kernel_on(device_type: str, name: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint as peer
+from torch._library.effects import EffectType
 
 from remat import PolicyError, RematWarning
 from remat.interop.torch import (
@@ -158,6 +159,25 @@ def test_policies_of_equal_closures_share_a_trace():
     assert len(SEEN) == 6
 
 
+SAVED = None
+
+
+@pytest.mark.filterwarnings("ignore:.*permits no value here")
+def test_a_global_that_a_policy_names_is_watched(monkeypatch):
+    """A call after it has changed asks the policy anew, as torch does at each call."""
+
+    def policy(ctx, op, *args, **kwargs):
+        return SAVED is not None and op in SAVED
+
+    context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+    selective = functools.partial(checkpoint, product, context_fn=context_fn)
+    args = (seeded(8, 8), seeded(8, 8, seed=1))
+
+    assert backward_operators(selective, *args)["aten.mm"] == 3
+    monkeypatch.setitem(globals(), "SAVED", {MM})
+    assert backward_operators(selective, *args)["aten.mm"] == 2
+
+
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
@@ -262,3 +282,53 @@ def test_an_output_that_is_no_tensor():
     run(saving, args)
 
     assert SEEN == ["forward"]
+
+
+@torch.library.custom_op("remat_interop::noted_sine", mutates_args=())
+def noted_sine(x: torch.Tensor) -> torch.Tensor:
+    """An operator with an effect: the order of its calls matters."""
+    SEEN.append("noted")
+    return x.sin()
+
+
+noted_sine.register_fake(torch.empty_like)
+noted_sine.register_autograd(
+    lambda ctx, gradient: gradient * ctx.saved_tensors[0].cos(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+noted_sine.register_effect(EffectType.ORDERED)
+
+
+@pytest.mark.filterwarnings("ignore:.*permits no value here")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("answer", "times"),
+    [
+        (False, 1),
+        (CheckpointPolicy.PREFER_RECOMPUTE, 1),
+        (CheckpointPolicy.MUST_RECOMPUTE, 2),
+    ],
+)
+def test_an_operator_with_an_effect_runs_once(answer, times, compiled):
+    """As with torch 2.15's contexts; `MUST_RECOMPUTE` alone runs it again."""
+    torch.compiler.reset()
+
+    def policy(*_, **__):
+        return answer
+
+    def fn(x):
+        return noted_sine(x).exp().exp().sum()
+
+    def selective(x):
+        return checkpoint(fn, x, context_fn=lambda: made(policy))
+
+    made = create_selective_checkpoint_contexts
+    if compiled:
+        selective = torch.compile(selective, backend="aot_eager")
+    args = [seeded(3)]
+    expected = run(fn, args)
+    run(selective, args)  # a first call, which traces
+    SEEN.clear()
+
+    assert_bitwise(run(selective, args), expected)
+    assert ["noted"] * times == SEEN

@@ -42,12 +42,12 @@ PolicyFn: TypeAlias = Callable[..., object]
 class Selective(AbstractPolicy):
     """A policy of torch's, `(ctx, op, *args, **kwargs)`, as one of this package.
 
-    Two are equal if they run the same code over equal closures. In torch the policy is
-    usually made anew for each call, and an equal one reuses the trace of the last call.
+    Two are equal if they run the same code over equal closures and globals. In torch the
+    policy is usually made anew for each call, and an equal one reuses the last trace.
     """
 
     function: PolicyFn = dataclasses.field(compare=False)
-    #: Its code and what it closes over, as it was when this was made.
+    #: Its code and what it reads, as it was when this was made.
     meaning: Hashable
 
     @classmethod
@@ -63,8 +63,10 @@ class Selective(AbstractPolicy):
         args, kwargs = _on_meta(value.args), dict(_on_meta(value.kwargs))
         answer = self.function(context, value.op, *args, **kwargs)
         if isinstance(answer, bool):
-            return Save() if answer else Recompute()
-        made = _DECISIONS.get(answer.name) if isinstance(answer, enum.Enum) else None
+            word = "PREFER_SAVE" if answer else "PREFER_RECOMPUTE"
+        else:
+            word = answer.name if isinstance(answer, enum.Enum) else ""
+        made = _DECISIONS.get(word)
         if made is None:
             raise PolicyError.of(
                 where=f"the policy {self!r}",
@@ -72,7 +74,9 @@ class Selective(AbstractPolicy):
                 why="A policy of torch's must return a bool or a CheckpointPolicy.",
                 do="Return CheckpointPolicy.MUST_SAVE or PREFER_RECOMPUTE, for example.",
             )
-        return made()
+        # As in torch 2.15: what an operator has done in an order is not done once more.
+        is_kept = word == "PREFER_RECOMPUTE" and schemas.has_ordered_effect(value.op)
+        return Save() if is_kept else made()
 
     def __repr__(self) -> str:
         """Names torch's policy."""
@@ -90,7 +94,11 @@ def _on_meta(tree: Any) -> Any:
 
 
 def _meaning_of_policy(thing: Any, seen: frozenset[int]) -> Hashable:
-    """A key that is equal for policies that answer alike; contents as they are now."""
+    """A key that is equal for policies that answer alike; contents as they are now.
+
+    Of a function: its code, what it closes over, and which globals it names; what they
+    hold is not looked into, as policies note in them what they were asked.
+    """
     if id(thing) in seen:
         return "itself"
     seen |= {id(thing)}
@@ -100,10 +108,10 @@ def _meaning_of_policy(thing: Any, seen: frozenset[int]) -> Hashable:
 
     match thing:
         case types.FunctionType():
+            code, home = thing.__code__, thing.__globals__
             cells = tuple(cell.cell_contents for cell in thing.__closure__ or ())
-            return thing.__code__, inside(
-                [cells, thing.__defaults__, thing.__kwdefaults__]
-            )
+            read = tuple(_itself(home[n]) for n in code.co_names if n in home)
+            return code, read, inside([cells, thing.__defaults__, thing.__kwdefaults__])
         case types.MethodType():
             return inside([thing.__func__, thing.__self__])
         case functools.partial():
@@ -118,8 +126,12 @@ def _meaning_of_policy(thing: Any, seen: frozenset[int]) -> Hashable:
         case Hashable():
             return thing
         case _:
-            # A method keeps its object alive, and is equal to one of the same object alone.
-            return types.MethodType(_meaning_of_policy, thing)
+            return _itself(thing)
+
+
+def _itself(thing: Any) -> Hashable:
+    """A method keeps its object alive, and is equal to one of the same object alone."""
+    return None if thing is None else types.MethodType(_itself, thing)
 
 
 @final
