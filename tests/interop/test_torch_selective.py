@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as peer
 from torch._library.effects import EffectType
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import PolicyError, RematWarning
 from remat.interop.torch import (
@@ -131,6 +132,24 @@ def test_what_a_policy_is_told():
     ]
     assert len(SEEN) == 4
     assert counts["aten.mm"] == 4 + 1
+
+
+@pytest.mark.filterwarnings("ignore:.*the region saves no memory")
+def test_what_a_policy_is_told_is_in_no_graph_of_the_caller():
+    """test_activation_checkpointing.py: test_sac_traces_through_eager_ac_under_non_strict."""
+    context_fn = functools.partial(create_selective_checkpoint_contexts, save_mm)
+
+    def gradient(x, y):
+        out = checkpoint(product, x, y, use_reentrant=False, context_fn=context_fn)
+        return torch.autograd.grad(out, x)
+
+    args = [seeded(4, 4).requires_grad_(), seeded(4, 4, seed=1)]
+    graph = make_fx(gradient)(*args)
+    targets = Counter(node.target for node in graph.graph.nodes)
+
+    assert_bitwise(graph(*args), gradient(*args))
+    assert targets[MM] == 2
+    assert not any("empty" in str(each) for each in targets)
 
 
 def test_policies_of_equal_closures_share_a_trace():

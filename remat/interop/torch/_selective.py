@@ -17,7 +17,7 @@ import torch
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from remat._errors import PolicyError, refusal
-from remat._torch import schemas
+from remat._torch import isolation, schemas
 from remat.policies import AbstractPolicy, Operand, Recompute, Save, Value
 from remat.storage import Offload
 
@@ -58,9 +58,12 @@ class Selective(AbstractPolicy):
         """Decides about one value; inputs are saved in any case."""
         if value.op is None:
             return Recompute()
-        output = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        with (
+            isolation.isolated()
+        ):  # a tracer of the caller's would record these tensors
+            output = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            args, kwargs = _on_meta(value.args), dict(_on_meta(value.kwargs))
         context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
-        args, kwargs = _on_meta(value.args), dict(_on_meta(value.kwargs))
         answer = self.function(context, value.op, *args, **kwargs)
         if isinstance(answer, bool):
             word = "PREFER_SAVE" if answer else "PREFER_RECOMPUTE"
