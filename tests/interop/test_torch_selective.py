@@ -9,6 +9,7 @@ import torch
 import torch.utils.checkpoint as peer
 from torch._library.effects import EffectType
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import dropout
 
 from remat import PolicyError, RematWarning
 from remat.interop.torch import (
@@ -150,6 +151,28 @@ def test_what_a_policy_is_told_is_in_no_graph_of_the_caller():
     assert_bitwise(graph(*args), gradient(*args))
     assert targets[MM] == 2
     assert not any("empty" in str(each) for each in targets)
+
+
+def test_a_graph_of_the_caller_repeats_a_draw():
+    """test_activation_checkpointing.py: test_checkpoint_with_rng_op_under_non_strict.
+
+    And test_checkpoint_traces_through_eager_ac_under_non_strict, and
+    test_checkpoint_recompute_preserves_nested_fx_trace_policy.
+    """
+
+    def gradient(x):
+        out = nested(lambda x: dropout(x.sin()) * x)(x)
+        return *torch.autograd.grad(out.sum(), x), out
+
+    args = [seeded(50).requires_grad_()]
+    graph = make_fx(gradient)(*args)
+    targets = Counter(node.target for node in graph.graph.nodes)
+
+    torch.manual_seed(0)
+    expected = gradient(*args)
+    torch.manual_seed(0)
+    assert_bitwise(graph(*args), expected)
+    assert targets[torch.ops.aten.sin.default] == 2
 
 
 def test_policies_of_equal_closures_share_a_trace():
@@ -329,7 +352,7 @@ noted_sine.register_effect(EffectType.ORDERED)
     ],
 )
 def test_an_operator_with_an_effect_runs_once(answer, times, compiled):
-    """As with torch 2.15's contexts; `MUST_RECOMPUTE` alone runs it again."""
+    """Operators with a registered effect, as with torch 2.15's contexts."""
     torch.compiler.reset()
 
     def policy(*_, **__):
