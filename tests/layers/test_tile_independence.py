@@ -353,6 +353,11 @@ def test_a_last_tile_of_one_place_is_judged_too():
 
     assert_bitwise(tiled(copied, ALIKE, tiles=3)(odd), copied(odd))
 
+    def product(x: Tensor) -> Tensor:
+        return torch.einsum("bsd,de->bse", x, W)
+
+    assert_close(tiled(product, ALIKE, tiles=3)(odd), product(odd))
+
 
 def test_a_number_that_is_returned_may_not_depend_on_the_size():
     """The first tile's would be that of the whole."""
