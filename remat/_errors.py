@@ -8,7 +8,7 @@ without knowing this package.
 """
 
 from collections.abc import Callable
-from typing import Self, TypeVar
+from typing import Self, SupportsFloat, TypeVar
 
 _E = TypeVar("_E", bound=Exception)
 
@@ -106,7 +106,8 @@ def require_choice(
     name: str, value: object, choices: tuple[object, ...], of: str = "remat"
 ) -> None:
     """Refuses a value that an option cannot have."""
-    if value not in choices:
+    # An array has no truth by which it could be looked for.
+    if getattr(value, "ndim", 0) or value not in choices:
         listed = ", ".join(map(repr, choices))
         raise refusal(
             ValueError,
@@ -114,4 +115,76 @@ def require_choice(
             what="is not a value of this option.",
             why=f"It can be {listed}.",
             do="Choose one of these.",
+        )
+
+
+def require_type(
+    argument: str, answer: object, expected: type | tuple[type, ...], *, wanted: str
+) -> None:
+    """Raises TypeError unless `answer` is of the expected type; a bool is not an int.
+
+    The argument is named as in `Quantize(bits=...)`; `wanted` says what to pass instead.
+    """
+    is_stray_bool = isinstance(answer, bool) and expected is int
+    if isinstance(answer, expected) and not is_stray_bool:
+        return
+    raise refusal(
+        TypeError,
+        where=argument,
+        what=f"got {answer!r}, of type {type(answer).__name__}.",
+        why="Arguments are not converted: options are compared, hashed and printed.",
+        do=f"Pass {wanted}.",
+    )
+
+
+def refuse(argument: str, answer: object, *, why: str, do: str) -> ValueError:
+    """The error for an argument of the right type, whose value makes no sense."""
+    what = f"got {answer!r}."
+    return refusal(ValueError, where=argument, what=what, why=why, do=do)
+
+
+def require_hash(argument: str, answer: object) -> None:
+    """Raises TypeError unless `answer` can be hashed."""
+    try:
+        hash(answer)
+    except TypeError as error:
+        raise refusal(
+            TypeError,
+            where=argument,
+            what=f"got {answer!r}, which cannot be hashed.",
+            why="Traced programs are looked up by their options.",
+            do="Give its class `__hash__` beside `__eq__`, as a frozen dataclass has.",
+        ) from error
+
+
+def require_count(argument: str, answer: int, *, at_least: int) -> None:
+    """Raises unless `answer` is an int, no bool, and not below `at_least`."""
+    require_type(argument, answer, int, wanted=f"an int of at least {at_least}")
+    if answer < at_least:
+        raise refuse(
+            argument,
+            answer,
+            why=f"A count below {at_least} has no meaning here.",
+            do=f"Pass an int of at least {at_least}.",
+        )
+
+
+def require_number(argument: str, answer: object) -> None:
+    """Raises TypeError unless `answer` is one number: of Python, numpy or a 0-d tensor."""
+    if isinstance(answer, (int, float)):
+        return
+    is_one = isinstance(answer, SupportsFloat) and not isinstance(answer, type)
+    if not is_one or getattr(answer, "shape", ()):
+        require_type(argument, answer, float, wanted="a number")
+
+
+def require_callable(argument: str, answer: object) -> None:
+    """Raises TypeError unless `answer` can be called."""
+    if not callable(answer):
+        raise refusal(
+            TypeError,
+            where=argument,
+            what=f"got {answer!r}, of type {type(answer).__name__}.",
+            why="It is what is called, with the arguments that are passed apart.",
+            do="Pass a function or a module, not what it returns.",
         )

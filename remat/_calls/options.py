@@ -10,10 +10,17 @@ from typing import Any, ClassVar, final
 from torch import Tensor, nn
 
 from remat._calls.signature import Statics
-from remat._errors import PolicyError, explain, refusal, require_choice
+from remat._errors import (
+    PolicyError,
+    explain,
+    refusal,
+    require_choice,
+    require_count,
+    require_hash,
+    require_type,
+)
 from remat.policies import AbstractPolicy, Value, as_policy, nothing_saveable
 from remat.storage import AbstractStorage, Keep
-from remat.storage._argument_checks import require_count, require_hash, require_type
 
 PolicyLike = AbstractPolicy | Callable[[Value], Any] | None
 SavedInputs = AbstractStorage | Mapping[str, AbstractStorage] | None
@@ -136,6 +143,10 @@ def settings_of(
     require_count("remat(cache_size=...)", cache_size, at_least=1)
     positions = [static_argnums] if isinstance(static_argnums, int) else static_argnums
     names = [static_argnames] if isinstance(static_argnames, str) else static_argnames
+    listed = (("static_argnums", positions), ("static_argnames", names))
+    for name, given in listed:
+        wanted = "a position or a name, or a tuple of these"
+        require_type(f"remat({name}=...)", given, Iterable, wanted=wanted)
     return Settings(
         as_policy(policy),
         rng,

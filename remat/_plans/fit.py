@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from remat._calls.decorated import DecoratedFunction, undecided
-from remat._errors import CapturedTensorError, refusal
+from remat._errors import CapturedTensorError, refusal, require_callable
 from remat._generators.python_and_numpy import drawing_from, states
 from remat._graph.meta import TensorMeta
 from remat._partition.costs import known_workspace
@@ -187,6 +187,7 @@ def fit(
         True
         >>> found.apply()
     """
+    require_callable("fit(step)", step)
     bound = as_budget(budget(allow=allow, peak=peak), None, _WHERE, costs)
 
     def fitted(*args: Any, **kwargs: Any) -> Fit:

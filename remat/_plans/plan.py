@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, final
 
 from remat._calls.decorated import undecided
-from remat._errors import PolicyError, refusal, require_choice
+from remat._errors import PolicyError, refusal, require_choice, require_type
 from remat._graph.operators import made_by
 from remat._partition import budgets
 from remat._partition.decide import fingerprint
@@ -181,6 +181,7 @@ class Plan:
         Raises:
             PolicyError: the other plan is for another program.
         """
+        require_type("Plan.diff(other)", other, Plan, wanted="another plan")
         if other.fingerprint != self.fingerprint:
             raise PolicyError.of(
                 where="Plan.diff(other)",

@@ -18,13 +18,12 @@ from torch import nn
 
 from remat._api import remat
 from remat._calls.options import PolicyLike
-from remat._errors import SideEffectError
+from remat._errors import SideEffectError, refuse, require_count
 from remat._torch import dynamo
 from remat._torch.modules import calling_module, forward_hooks_in
 from remat._user_lines import warn
 from remat.interop._late_product import LateHead
 from remat.layers import Tiled, tiled
-from remat.storage._argument_checks import refuse, require_count
 
 try:
     import transformers as _transformers  # pyright: ignore[reportMissingTypeStubs]

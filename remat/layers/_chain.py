@@ -13,7 +13,7 @@ from torch import Tensor
 
 from remat._api import remat
 from remat._calls.decorated import DecoratedFunction, RematModule, is_of_module
-from remat._errors import MutationError, ScheduleError, refusal
+from remat._errors import MutationError, ScheduleError, refusal, require_type
 from remat._graph.meta import TensorMeta
 from remat._torch import dynamo, trees
 from remat.layers import _run_stack, _unrolled
@@ -65,6 +65,7 @@ def chain(
         `torch.utils.checkpoint.checkpoint_sequential`; Beaumont et al., "Optimal
         checkpointing for heterogeneous chains", 2019, https://arxiv.org/abs/1911.13214.
     """
+    require_type("chain(fs)", fs, Iterable, wanted="the layers: chain([f, g])")
     return Chain(tuple(fs), schedule)
 
 

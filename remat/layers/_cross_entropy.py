@@ -1,5 +1,6 @@
 """Cross-entropy over a large vocabulary, whose logits never exist at once."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast, final
 
@@ -7,13 +8,12 @@ import torch
 from torch import Tensor
 
 from remat._api import remat
-from remat._errors import refusal, require_choice
+from remat._errors import refusal, refuse, require_choice, require_number, require_type
 from remat._switches.blocks import is_inert
 from remat._torch import autocast, autograd, fakes, guards, levels
 from remat._tracing.thread import is_running
 from remat.layers._independence import known_independent
 from remat.layers._tiled import tiled
-from remat.storage._argument_checks import refuse, require_type
 
 
 def tiled_cross_entropy(
@@ -240,11 +240,21 @@ def _tile_loss(
     return loss
 
 
+_NUMBERS = ("label_smoothing", "softcap", "z_loss")
+
+
 def _require_options(options: _LossOptions, reduction: object) -> None:
     where = "tiled_cross_entropy({}=...)"
     require_type(
         where.format("ignore_index"), options.ignore_index, int, wanted="an int"
     )
+    for name, given in zip(_NUMBERS, options[1:], strict=True):
+        if name == "softcap" and given is None:
+            continue
+        require_number(where.format(name), given)
+        if isinstance(given, float) and not math.isfinite(given):
+            why = "The loss would be no number."
+            raise refuse(where.format(name), given, why=why, do="Pass a finite one.")
     if not 0 <= options.smoothing <= 1:
         raise refuse(
             where.format("label_smoothing"),
@@ -287,8 +297,13 @@ def _require_tensors(x: object, head: object, targets: object) -> None:
 
 def _laid_as_linear(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """The head as (vocabulary, d); refuses shapes that do not fit."""
-    width = x.shape[-1]
-    if x.shape[:-1] == targets.shape and head.dim() == 2 and width in head.shape:
+    width = x.shape[-1] if x.dim() else 0
+    if (
+        x.dim()
+        and x.shape[:-1] == targets.shape
+        and head.dim() == 2
+        and width in head.shape
+    ):
         return head if head.shape[1] == width else head.T
     raise refusal(
         ValueError,

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast, final
+from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast, final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from remat._api import remat
 from remat._calls.decorated import DecoratedFunction, is_of_module
 from remat._calls.options import PolicyLike
-from remat._errors import CarryError
+from remat._errors import CarryError, require_callable, require_type
 from remat._graph.meta import TensorMeta
 from remat._switches.numerics import Numerics
 from remat._torch import dynamo, guards, trees
@@ -113,6 +113,9 @@ def scan(
             do="Leave it out.",
         )
     require_schedule(schedule, "scan")
+    require_callable("scan(f, ...)", f)
+    if length is not None:
+        require_type("scan(length=...)", length, SupportsIndex, wanted="an int")
     call = _Scan.of(f, init, xs, length, reverse)
     while True:
         try:

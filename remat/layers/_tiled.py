@@ -17,7 +17,7 @@ from torch import Tensor
 from remat._api import remat
 from remat._calls.decorated import is_of_module
 from remat._calls.options import PolicyLike
-from remat._errors import BudgetError, explain, require_choice
+from remat._errors import BudgetError, explain, refuse, require_choice, require_count
 from remat._partition.peak import peaks_of
 from remat._switches.blocks import is_disabled, note_tiled
 from remat._torch import dynamo, trees
@@ -27,7 +27,6 @@ from remat.layers import _unrolled
 from remat.layers._independence import require_independent
 from remat.layers._tiles import Call, Part, Pattern
 from remat.policies._sizes import parse_size, show_size
-from remat.storage._argument_checks import refuse, require_count
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

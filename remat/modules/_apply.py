@@ -17,9 +17,8 @@ from torch import nn
 
 from remat._api import remat
 from remat._calls.decorated import DecoratedFunction
-from remat._errors import TraceError
+from remat._errors import TraceError, require_count, require_type
 from remat._user_lines import warn
-from remat.storage._argument_checks import require_count
 
 _M = TypeVar("_M", bound=nn.Module)
 _Class: TypeAlias = type[nn.Module]
@@ -95,6 +94,7 @@ def remove(model: _M) -> _M:
         >>> "forward" in vars(modules.remove(model)[0])
         False
     """
+    require_type("modules.remove(model)", model, nn.Module, wanted="a module")
     for module in model.modules():
         if region_of(module) is None:
             continue

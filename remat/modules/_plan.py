@@ -4,11 +4,12 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any, final
 
 from torch import nn
 
-from remat._errors import BudgetError
+from remat._errors import BudgetError, require_type
 from remat._graph.meta import TensorMeta
 from remat._plans.plan import Plan
 from remat._plans.recording import Recording
@@ -186,6 +187,8 @@ def plan(
         https://arxiv.org/abs/1911.13214, decides for chains by whole blocks; here each
         block decides by values.
     """
+    wanted = "modules.Step(loss, optimizer)"
+    require_type("modules.plan(step=...)", step, (Step, NoneType), wanted=wanted)
     bound = as_budget(budget, peak, "modules.plan(budget=...)", costs)
 
     def planned(*args: Any, **kwargs: Any) -> ModulePlan:

@@ -6,6 +6,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from remat._errors import require_callable
 from remat._plans.recording import (
     Optimizer,
     Recorder,
@@ -41,6 +42,9 @@ class Step:
 
     loss: Callable[[Any], Tensor]
     optimizer: Optimizer = 0
+
+    def __post_init__(self) -> None:
+        require_callable("modules.Step(loss)", self.loss)
 
     def recorded(
         self,

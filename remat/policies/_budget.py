@@ -160,8 +160,8 @@ def as_budget(budget: Any, peak: Any, where: str, costs: str = "flops") -> Budge
 
     Where either the budget or `costs` says "measured", it counts.
     """
+    require_choice("costs", costs, _COSTS, of=where.partition("(")[0])
     if costs != "flops":
-        require_choice("costs", costs, _COSTS, of=where.partition("(")[0])
         return replace(as_budget(budget, peak, where), costs=costs)
     if isinstance(budget, Budget):
         return budget if peak is None else replace(budget, peak=_checked_peak(peak))
@@ -184,17 +184,23 @@ def _budget_of_sizes(size: Any, allow: AbstractPolicy | None, peak: Any) -> Budg
             do='Pass a size such as "512MiB", or peak="8GB".',
         )
     # What is free bounds the peak.
-    if peak is None and (size == "auto" or callable(size)):
+    if peak is None and _is_free_memory(size):
         return Budget(None, allow, _checked_peak(size))
     size = None if size is None else parse_budget(size, "budget(size)")
     return Budget(size, allow, None if peak is None else _checked_peak(peak))
 
 
 def _checked_peak(peak: Any) -> Size:
-    is_memory = callable(peak) and not isinstance(peak, type)
-    if is_memory or peak == "auto":
+    if _is_free_memory(peak):
         return cast("Size", peak)
     return parse_budget(peak, "budget(peak=...)")
+
+
+def _is_free_memory(size: Any) -> bool:
+    """Whether it is "auto", or tells the free bytes of a device, as no policy does."""
+    if isinstance(size, str):
+        return size == "auto"
+    return callable(size) and not isinstance(size, (type, AbstractPolicy))
 
 
 @final

@@ -17,11 +17,10 @@ from typing import Any, ClassVar, NoReturn, Protocol, final
 
 import torch
 
-from remat._errors import PolicyError
+from remat._errors import PolicyError, require_hash
 from remat._graph.operators import short_name
 from remat.policies._sizes import show_size
 from remat.storage import AbstractStorage, Keep
-from remat.storage._argument_checks import require_hash
 
 
 @final

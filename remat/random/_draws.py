@@ -1,15 +1,14 @@
 """The distributions: those that have an operator of their own, and those made of their draws."""
 
 import math
-import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from remat._errors import refusal
+from remat._errors import refusal, require_number, require_type
 from remat.random import _ops
-from remat.random._keys import Shape, as_shape, require_key
+from remat.random._keys import Shape, as_integer, as_shape, require_key
 from remat.random._philox import as_int64
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -87,6 +86,7 @@ def uniform(
     """
     require_key(key, "uniform")
     _require_drawn_dtype(dtype, _FLOATS, "uniform")
+    _require_numbers("uniform", minval=minval, maxval=maxval)
     shape = as_shape(shape, "uniform")
     if isinstance(minval, Tensor) or isinstance(maxval, Tensor):
         _require_fit("uniform", shape, minval=minval, maxval=maxval)
@@ -135,6 +135,7 @@ def normal(
     """
     require_key(key, "normal")
     _require_drawn_dtype(dtype, _FLOATS, "normal")
+    _require_numbers("normal", mean=mean, std=std)
     _require(isinstance(std, Tensor) or std >= 0, "normal", "a std of 0 or more", std)
     shape = as_shape(shape, "normal")
     if isinstance(mean, Tensor) or isinstance(std, Tensor):
@@ -167,6 +168,7 @@ def bernoulli(key: Tensor, shape: Shape = (), *, p: float | Tensor = 0.5) -> Ten
         tensor(238)
     """
     require_key(key, "bernoulli")
+    _require_numbers("bernoulli", p=p)
     shape = as_shape(shape, "bernoulli")
     if isinstance(p, Tensor):
         _require_fit("bernoulli", shape, p=p)
@@ -211,7 +213,9 @@ def randint(
     """
     require_key(key, "randint")
     _require_drawn_dtype(dtype, _INTEGERS, "randint")
-    minval, maxval = operator.index(minval), operator.index(maxval)
+    advice = "It bounds whole numbers."
+    minval = as_integer("random.randint(minval=...)", minval, advice)
+    maxval = as_integer("random.randint(maxval=...)", maxval, advice)
     _require_randint_range(minval, maxval, dtype)
     shape = as_shape(shape, "randint")
     return _draw_integers(key, shape, minval, maxval - 1, dtype)
@@ -249,7 +253,9 @@ def dropout(key: Tensor, x: Tensor, rate: float) -> Tensor:
         et al., JMLR 15, 2014. https://jmlr.org/papers/v15/srivastava14a.html
     """
     require_key(key, "dropout")
+    require_number("random.dropout(rate=...)", rate)
     _require(0.0 <= rate <= 1.0, "dropout", "a rate in [0, 1]", rate)
+    require_type("random.dropout(key, x)", x, Tensor, wanted="a tensor")
     if not x.is_floating_point() and not x.is_complex():
         raise TypeError(f"random.dropout takes a floating tensor, not {x.dtype}.")
     if rate == 0.0:
@@ -296,6 +302,7 @@ def truncated_normal(
     """
     require_key(key, "truncated_normal")
     _require_drawn_dtype(dtype, _FLOATS, "truncated_normal")
+    _require_numbers("truncated_normal", lower=lower, upper=upper)
     if not (isinstance(lower, Tensor) or isinstance(upper, Tensor)):
         bounds = (lower, upper)
         _require(lower < upper, "truncated_normal", "lower < upper", bounds)
@@ -390,8 +397,9 @@ def categorical(
         tensor([0, 1])
     """
     require_key(key, "categorical")
+    require_type("random.categorical(logits=...)", logits, Tensor, wanted="a tensor")
     _require_drawn_dtype(logits.dtype, _FLOATS, "categorical(logits=...)", "takes")
-    if _length_of(axis, logits, "categorical") == 0:
+    if _length_of(axis, logits.shape, "categorical") == 0:
         raise refusal(
             ValueError,
             where=f"random.categorical(logits=..., axis={axis})",
@@ -445,8 +453,10 @@ def permutation(
     """
     require_key(key, "permutation")
     if not isinstance(x, Tensor) or x.ndim == 0:
-        return _random_order(key, as_shape(x, "permutation"), axis)
-    length = _length_of(axis, x, "permutation")
+        shape = as_shape(x, "permutation")
+        _length_of(axis, shape, "permutation")
+        return _random_order(key, shape, axis)
+    length = _length_of(axis, x.shape, "permutation")
     if independent:
         return x.take_along_dim(_random_order(key, x.shape, axis), dim=axis)
     return x.index_select(axis, _random_order(key, [length], 0))
@@ -464,17 +474,25 @@ def _draw_integers(
     return _ops.INTEGERS(key, shape, as_int64(first), as_int64(last), dtype)
 
 
-def _length_of(axis: int, x: Tensor, function: str) -> int:
-    """How long a tensor is along an axis; raises unless there is one."""
-    if not -x.ndim <= axis < x.ndim:
+def _length_of(axis: int, shape: Sequence[int], function: str) -> int:
+    """How long a tensor of a shape is along an axis; raises unless there is one."""
+    require_type(f"random.{function}(axis=...)", axis, int, wanted="an int")
+    if not -len(shape) <= axis < len(shape):
         raise refusal(
             IndexError,
             where=f"random.{function}(axis={axis})",
-            what=f"a tensor of shape {tuple(x.shape)} has no such axis.",
+            what=f"a tensor of shape {tuple(shape)} has no such axis.",
             why="Axes are counted from 0, or back from -1.",
             do="Pass an axis of the tensor, or one more dimension.",
         )
-    return x.shape[axis]
+    return shape[axis]
+
+
+def _require_numbers(function: str, **given: object) -> None:
+    """Raises unless each is a number, or a tensor."""
+    for name, each in given.items():
+        if not isinstance(each, Tensor):
+            require_number(f"random.{function}({name}=...)", each)
 
 
 def _require(holds: bool, function: str, takes: str, given: object) -> None:
@@ -507,7 +525,7 @@ def _require_drawn_dtype(
     function: str,
     does: str = "draws",
 ) -> None:
-    if dtype not in known:
+    if not isinstance(dtype, torch.dtype) or dtype not in known:  # pyright: ignore[reportUnnecessaryIsInstance]
         names = ", ".join(str(each).removeprefix("torch.") for each in known)
         raise TypeError(f"random.{function} {does} {names}, not {dtype}.")
 

@@ -138,7 +138,8 @@ def require_key(key: object, function: str) -> None:
 
 def as_shape(shape: Shape | Tensor, function: str) -> list[int]:
     """The sizes of a shape that may be one number; raises unless each can be a size."""
-    sizes = shape if isinstance(shape, Sequence) else (shape,)
+    is_text = isinstance(shape, (str, bytes))
+    sizes = shape if isinstance(shape, Sequence) and not is_text else (shape,)
     try:
         whole = [operator.index(cast("int", size)) for size in sizes]
     except TypeError as error:
@@ -176,10 +177,19 @@ def _number_to_fold(data: Tensor, device: torch.device) -> Tensor:
     return data.view(torch.int64) if data.dtype == torch.uint64 else data.long()
 
 
+def as_integer(call: str, number: object, advice: str) -> int:
+    """A number that is whole, and neither a bool nor an array."""
+    is_stray = isinstance(number, (bool, type)) or getattr(number, "shape", ())
+    if not is_stray and hasattr(number, "__index__"):
+        try:
+            return operator.index(cast("int", number))
+        except TypeError:  # a tensor of one float
+            pass
+    raise TypeError(f"{call} takes an integer, not {number!r}. {advice}")
+
+
 def _checked_integer(call: str, number: object, advice: str) -> int:
-    if isinstance(number, bool) or not hasattr(number, "__index__"):
-        raise TypeError(f"{call} takes an integer, not {number!r}. {advice}")
-    whole = operator.index(cast("int", number))
+    whole = as_integer(call, number, advice)
     if not _LEAST <= whole < _END:
         raise ValueError(f"{call} takes an integer in [-2**63, 2**64), not {whole}.")
     return whole

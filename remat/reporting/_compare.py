@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 from remat import policies
 from remat._api import remat
 from remat._calls.decorated import is_region
-from remat._errors import RematError, RematWarning
+from remat._errors import RematError, RematWarning, require_callable
 from remat._regions.out_of_memory import name_of
 from remat._switches.blocks import disabled
 from remat.policies._sizes import show_size
@@ -160,6 +160,7 @@ def compare(
         >>> found.rows[1].name, found.rows[1].held_bytes < found.rows[0].held_bytes
         ('nothing_saveable', True)
     """
+    require_callable("compare(f)", f)
     plain = getattr(f, "__wrapped__", f)
     own = _ways(f, plain)
     wrappers, left_out = dict(peers or {}), list[str]()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from remat._errors import require_type
 from remat._torch import trees
 from remat.reporting._measure.step import storage_sizes
 from remat.reporting._records import Facts, to_json
@@ -101,6 +102,7 @@ class Report(Facts):
         Returns:
             Rows of (figure, before, after), which print as a table.
         """
+        require_type("report.diff(other)", other, Report, wanted="another report")
         return diff(self, other)
 
     def with_optimizer(self, optimizer: torch.optim.Optimizer) -> Report:
@@ -109,6 +111,8 @@ class Report(Facts):
         Args:
             optimizer: an optimizer; it has a state once it has taken a step.
         """
+        where, kind = "report.with_optimizer(optimizer)", torch.optim.Optimizer
+        require_type(where, optimizer, kind, wanted="the optimizer itself")
         state: dict[Any, Any] = dict(optimizer.state)
         sizes = storage_sizes(trees.tensor_leaves(list(map(dict, state.values()))))
         return dataclasses.replace(self, optimizer_bytes=sum(sizes.values()))

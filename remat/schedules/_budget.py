@@ -31,7 +31,7 @@ import numpy as np
 from remat._errors import BudgetError, ScheduleError
 from remat.policies._sizes import parse_budget, show_size
 from remat.schedules import _actions as do
-from remat.schedules._contract import AbstractSchedule, Stage
+from remat.schedules._contract import AbstractSchedule, Stage, require_stages
 from remat.schedules._every import Every
 from remat.schedules._replay import replay
 
@@ -79,6 +79,7 @@ class Budget(AbstractSchedule):
         parse_budget(self.size, f"Budget({self.size!r})", ScheduleError)
 
     def actions(self, stages: Sequence[Stage]) -> tuple[do.Action, ...]:
+        require_stages(stages)
         if not stages:
             return ()
         # All records, and all states but the first.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from remat._errors import ScheduleError
+from remat._errors import ScheduleError, require_type
 from remat.schedules._actions import Action
 
 
@@ -53,6 +53,14 @@ def require_schedule(schedule: object, where: str) -> None:
         why="A schedule is a value of a class of `schedules`.",
         do="Pass None, or one such as schedules.Every(3).",
     )
+
+
+def require_stages(stages: Sequence[Stage]) -> None:
+    """Refuses what is no sequence of stages, such as their number."""
+    wanted = "a sequence of stages, as in [schedules.Stage()] * 5"
+    require_type("a schedule's stages", stages, Sequence, wanted=wanted)
+    for each in stages:
+        require_type("a schedule's stages", each, Stage, wanted=wanted)
 
 
 def require_count(value: object, where: str) -> None:

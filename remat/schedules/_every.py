@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from typing import final
 
 from remat.schedules import _actions as do
-from remat.schedules._contract import AbstractSchedule, Stage, require_count
+from remat.schedules._contract import (
+    AbstractSchedule,
+    Stage,
+    require_count,
+    require_stages,
+)
 
 
 @final
@@ -53,6 +58,7 @@ class Every(AbstractSchedule):
         require_count(self.k, f"Every(k={self.k!r})")
 
     def actions(self, stages: Sequence[Stage]) -> tuple[do.Action, ...]:
+        require_stages(stages)
         count = len(stages)
         starts = range(0, count, self.k)
         found: list[do.Action] = []
@@ -85,4 +91,5 @@ class Sqrt(AbstractSchedule):
     """
 
     def actions(self, stages: Sequence[Stage]) -> tuple[do.Action, ...]:
+        require_stages(stages)
         return Every(math.isqrt(max(len(stages) - 1, 0)) + 1).actions(stages)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from remat._errors import ScheduleError
+from remat._errors import ScheduleError, require_type
 from remat.schedules import _actions as do
-from remat.schedules._contract import Stage
+from remat.schedules._contract import Stage, require_stages
 
 
 @final
@@ -128,6 +128,8 @@ def replay(actions: Iterable[do.Action], stages: Sequence[Stage]) -> Replay:
         >>> found.evaluations, found.most_snapshots
         (25, 3)
     """
+    require_stages(stages)
+    require_type("replay(actions)", actions, Iterable, wanted="what `actions` returned")
     ledger = Ledger()
     evaluations = cost = most_snapshots = peak_bytes = held_bytes = 0
 

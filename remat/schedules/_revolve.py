@@ -16,7 +16,12 @@ from dataclasses import dataclass
 from typing import final
 
 from remat.schedules import _actions as do
-from remat.schedules._contract import AbstractSchedule, Stage, require_count
+from remat.schedules._contract import (
+    AbstractSchedule,
+    Stage,
+    require_count,
+    require_stages,
+)
 
 
 @final
@@ -54,6 +59,7 @@ class Revolve(AbstractSchedule):
         require_count(self.snapshots, f"Revolve(snapshots={self.snapshots!r})")
 
     def actions(self, stages: Sequence[Stage]) -> tuple[do.Action, ...]:
+        require_stages(stages)
         if not stages:
             return ()
         found: list[do.Action] = [do.Snapshot(0)]

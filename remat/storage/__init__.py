@@ -4,9 +4,9 @@ In comes a tensor; out comes a `Stored`, which gives it back. Sees neither graph
 class a file: `_cast`, `_quantize` (integers, scales of groups), `_sparse` (nonzeros), `_offload`
 (to a device or file), `_shard` (a rank's part, of what all ranks hold by its hash; which groups
 have the same ranks). `_contract`: what each promises, checked where it stores, restores or is
-rehearsed; `Keep`, and chains of storages; `_argument_checks`: the arguments of storages; `_stored`:
-the parts that wait, their joints, their place, and `Restoration`: how they come back, untouched;
-`_bits`: numbers packed into bytes; `_transfer`: copies to the host, lanes and pools.
+rehearsed; `Keep`, and chains of storages; `_stored`: the parts that wait, their joints, their
+place, and `Restoration`: how they come back, untouched; `_bits`: numbers packed into bytes;
+`_transfer`: copies to the host, lanes and pools.
 """
 
 from remat.storage._cast import Cast

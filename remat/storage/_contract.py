@@ -32,10 +32,9 @@ from typing import Any, ClassVar, cast, final
 import torch
 from torch import Tensor
 
-from remat._errors import RematError
+from remat._errors import RematError, require_type
 from remat._graph.meta import TensorMeta, unexpanded_shape
 from remat._torch import fakes, isolation, levels
-from remat.storage._argument_checks import require_type
 from remat.storage._stored import FIRST, Decode, Held, Place, Stored
 
 
@@ -223,6 +222,11 @@ class Chain(AbstractStorage):
         return stored
 
     def __post_init__(self) -> None:
+        require_type(
+            "Chain(links=...)", self.links, tuple, wanted="a tuple of storages"
+        )
+        links = (part for link in self.links for part in links_of(link))
+        object.__setattr__(self, "links", tuple(links))
         for link in self.links:
             require_type(
                 "storage >> storage",
@@ -232,7 +236,8 @@ class Chain(AbstractStorage):
             )
 
     def __repr__(self) -> str:
-        return " >> ".join(map(repr, self.links))
+        written = " >> ".join(map(repr, self.links))
+        return written if len(self.links) > 1 else f"Chain(links={self.links!r})"
 
 
 def _held_after(link: AbstractStorage, before: Held, home: torch.device) -> Held:

@@ -20,10 +20,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from remat._errors import explain
+from remat._errors import explain, refuse, require_count, require_type
 from remat._graph.meta import TensorMeta
 from remat._user_lines import warn
-from remat.storage._argument_checks import refuse, require_count, require_type
 from remat.storage._contract import AbstractStorage
 from remat.storage._stored import FIRST, Held, Place, Stored, first_part
 from remat.storage._transfer import Fetch, has_streams, lane_of

@@ -17,10 +17,10 @@ from typing import Any, ClassVar, cast, final
 import torch
 from torch import Tensor
 
+from remat._errors import refuse, require_count, require_type
 from remat._graph.meta import TensorMeta
 from remat.random import fold_in, uniform
 from remat.random._philox import as_int64
-from remat.storage._argument_checks import refuse, require_count, require_type
 from remat.storage._bits import pack, unpack
 from remat.storage._contract import AbstractStorage, rehearsed
 from remat.storage._stored import FIRST, Held, Place, Stored

@@ -25,11 +25,10 @@ import torch
 from einops import EinopsError, parsing
 from torch import Tensor
 
-from remat._errors import NotReplicatedError, refusal
+from remat._errors import NotReplicatedError, refusal, refuse, require_type
 from remat._graph.meta import TensorMeta
 from remat._torch import distributed, dtensor
 from remat._user_lines import warn
-from remat.storage._argument_checks import refuse, require_type
 from remat.storage._bits import bytes_of
 from remat.storage._contract import AbstractStorage, rehearsed
 from remat.storage._stored import FIRST, Held, Place, Stored

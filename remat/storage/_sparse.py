@@ -14,8 +14,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from remat._errors import refuse, require_type
 from remat._graph.meta import TensorMeta
-from remat.storage._argument_checks import refuse, require_type
 from remat.storage._bits import pack, unpack
 from remat.storage._contract import AbstractStorage
 from remat.storage._stored import FIRST, Place, Stored

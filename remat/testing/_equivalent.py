@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from remat._calls.decorated import is_region
+from remat._errors import require_type
 from remat._torch.tensors import storage_key
 from remat.testing._compare import NotEquivalentError, require_same
 from remat.testing._named_transforms import (
@@ -109,7 +110,10 @@ def assert_equivalent(
         >>> print(check(torch.ones(3)))
         equivalent under backward, vmap(grad)
     """
-    names = tuple(USUAL if transforms is None else transforms)
+    wanted = "a list of names, as in ['grad', 'vmap(grad)']"
+    given = USUAL if transforms is None else transforms
+    require_type("assert_equivalent(transforms=...)", given, Iterable, wanted=wanted)
+    names = tuple(given)
     parsed = {name: parse_transform(name) for name in names}
     promised = is_region(g) and g.settings.backend is None
     is_exact = promised if exact is None else exact

@@ -16,6 +16,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from remat._errors import require_type
+
 Flat = Callable[..., tuple[Tensor | None, ...]]
 Cotangents = Callable[[int, Tensor], Tensor | None]
 _NUM_DIRECTIONS = 3
@@ -175,6 +177,8 @@ USUAL = (
 
 def parse_transform(name: str) -> tuple[str, ...]:
     """The transforms in a name, the outermost first; refuses what is none, or out of place."""
+    wanted = "a name, as in transforms=['grad', 'vmap(grad)']"
+    require_type("assert_equivalent(transforms=...)", name, str, wanted=wanted)
     parts = tuple(name.replace(" ", "").rstrip(")").split("("))
     known = (*TRANSFORMS, "functional_call")
     is_closed = name.count("(") == name.count(")")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import _captures
+from remat._errors import require_callable
 from remat._generators import device_states
 from remat._torch import trees
 from remat._torch.modules import called_with
@@ -53,6 +54,8 @@ class RepeatedCall:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
+        for each in functions:
+            require_callable("the functions to compare", each)
         self.leaves, self.spec = trees.flatten((args, dict(kwargs)))
         names = labels(functions[0], args, kwargs)
         self.labels = tuple(f"argument `{name}`" for name in names)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import noop_context_fn
 from remat._calls import torch_compile
 from remat._calls.decorated import DecoratedFunction, kind_of
 from remat._calls.options import ENGINES, Settings
-from remat._errors import ImplicitRandomnessError, refusal, require_choice
+from remat._errors import ImplicitRandomnessError, refusal, require_choice, require_type
 from remat._torch import dynamo
 from remat._user_lines import warn
 from remat.interop._shared import warn_without_effect
@@ -277,6 +277,10 @@ def checkpoint_sequential(
         do="Leave it out, or call checkpoint for each part.",
     )
     options = CheckpointOptions(use_reentrant=use_reentrant, **kwargs)
+    wanted = "modules or functions that run one after the other"
+    where = "checkpoint_sequential(functions, ...)"
+    require_type(where, functions, Iterable, wanted=wanted)
+    require_type("checkpoint_sequential(segments=...)", segments, int, wanted="an int")
     is_module = isinstance(functions, nn.Sequential)
     parts = tuple(functions.children() if is_module else functions)
     if not 1 <= segments <= len(parts):

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from remat._errors import refusal
+from remat._errors import refusal, require_type
 from remat._torch import distributed
 from remat.interop.torch._checkpoint import (
     CheckpointOptions,
@@ -158,6 +158,8 @@ def apply_activation_checkpointing(
         >>> ["forward" in vars(module) for module in model]
         [True, False, True]
     """
+    where, wanted = "apply_activation_checkpointing(model)", "a module"
+    require_type(where, model, nn.Module, wanted=wanted)
     _require_no_torch_wrapper(checkpoint_wrapper_fn)
     if auto_wrap_policy is None:
         below = (each for each in model.modules() if each is not model)

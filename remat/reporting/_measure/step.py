@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from remat import _captures
-from remat._errors import RematError
+from remat._errors import RematError, require_callable
 from remat._generators import device_states
 from remat._partition.costs import finish_work
 from remat._programs.watching import tensors_in
@@ -38,6 +38,7 @@ class MeasuredStep:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
+        require_callable("the function to measure", function)
         self.function = function
         self.name = name_of(function)  # what reports call it
         leaves, self._spec = trees.flatten((args, dict(kwargs)))
