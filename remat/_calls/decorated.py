@@ -23,7 +23,7 @@ from remat._calls.options import Settings, why_out_of_graphs
 from remat._calls.residuals import Residual, residuals_of
 from remat._calls.routes import MISSED
 from remat._calls.signature import CallSite, Statics, call_site
-from remat._errors import CapturedTensorError, RematError
+from remat._errors import CapturedTensorError, RematError, TraceError
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.out_of_memory import name_of
@@ -243,7 +243,17 @@ class DecoratedFunction(Generic[_P, _R]):
             wants = site.wants_gradient
             if not (wants or self._cache.reaches_gradient(site)):
                 site = site.with_all_wanted()
-            entry, captured = self._cache.find(site)
+            try:
+                entry, captured = self._cache.find(site)
+            except TraceError as refused:
+                if self.settings.engine != "rerun":
+                    raise
+                raise TraceError.of(
+                    where=self._where,
+                    what=f"cannot be looked at by a trace: {refused}",
+                    why='With engine="rerun" it has none when it runs, either.',
+                    do="Measure what a call holds: remat.report(f, *args).",
+                ) from refused
             return entry, site, captured
 
     def saved_residuals(self, /, *args: _P.args, **kwargs: _P.kwargs) -> list[Residual]:

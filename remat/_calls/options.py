@@ -26,6 +26,7 @@ PolicyLike = AbstractPolicy | Callable[[Value], Any] | None
 SavedInputs = AbstractStorage | Mapping[str, AbstractStorage] | None
 
 
+_CACHE_SIZE = 128
 ENGINES = ("trace", "rerun", "auto")
 _KEEP = Keep()
 
@@ -75,7 +76,7 @@ class Settings:
     backend: str | None = None
     inputs: InputStorages = InputStorages()
     dynamic_shapes: bool = False
-    cache_size: int = 128
+    cache_size: int = _CACHE_SIZE
 
     def __post_init__(self) -> None:
         """Refuses options that have no effect together, or cannot be met together."""
@@ -109,6 +110,7 @@ class Settings:
             "verify=True": self.verify,
             f"backend={self.backend!r}": self.backend is not None,
             "dynamic_shapes=True": self.dynamic_shapes,
+            f"cache_size={self.cache_size}": self.cache_size != _CACHE_SIZE,
         }
         return [option for option, is_given in options.items() if is_given]
 

@@ -130,11 +130,16 @@ def test_a_captured_value_decides_under_a_map_of_gradients() -> None:
         ({"saved_inputs": {"x": storage.Sparse()}, "verify": True}, "verify=True"),
         ({"dynamic_shapes": True}, "dynamic_shapes=True"),
         ({"backend": "inductor"}, "backend='inductor'"),
+        ({"cache_size": 3}, "cache_size=3"),
     ],
-    ids=["policy", "storage", "verify", "dynamic", "backend"],
+    ids=["policy", "storage", "verify", "dynamic", "backend", "cache"],
 )
 def test_options_of_traces_have_no_effect_there(options: Any, named: str) -> None:
-    """The warning says so."""
+    """The warning says so; `engine="rerun"` refuses them."""
+    with pytest.raises(
+        (PolicyError, ValueError), match="has no effect with this engine"
+    ):
+        remat(item, engine="rerun", **options)
     region = remat(item, engine="auto", **options)
 
     with pytest.warns(RematWarning, match=f"{named}.* has no effect there"):
@@ -152,6 +157,12 @@ def test_looking_at_a_call_that_runs_again_says_so() -> None:
     for look in (region.programs, region.stages, region.saved_residuals):
         with pytest.raises(
             TraceError, match=r"runs the function again .*functions\.py"
+        ):
+            look(x)
+    region = remat(item, engine="rerun")
+    for look in (region.programs, region.stages, region.saved_residuals):
+        with pytest.raises(
+            TraceError, match=r"cannot be looked at .*Measure what a call"
         ):
             look(x)
 
