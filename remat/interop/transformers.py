@@ -24,6 +24,7 @@ from remat._torch.modules import calling_module, forward_hooks_in
 from remat._user_lines import warn
 from remat.interop._late_product import LateHead
 from remat.layers import Tiled, tiled
+from remat.layers._tiled import require_tiles
 
 try:
     import transformers as _transformers  # pyright: ignore[reportMissingTypeStubs]
@@ -164,9 +165,11 @@ def _forwards_in_tiles(
     """Modules that are to run in tiles, each with what takes the place of its forward."""
     found: list[tuple[nn.Module, Any]] = []
     if tiled_loss is not None:
+        require_tiles(tiled_loss, "interop.transformers.enable(tiled_loss=...)")
         head = _head_of(model)
         found.append((head, LateHead(head, tiled_loss)))
     if tiled_mlp is not None:
+        require_tiles(tiled_mlp, "interop.transformers.enable(tiled_mlp=...)")
         for mlp in _mlps_of(model):
             instead = tiled(_whole_forward(mlp), _ALONG_SEQUENCE, tiles=tiled_mlp)
             found.append((mlp, _TiledMLP(mlp, instead)))

@@ -111,7 +111,8 @@ def tiled(
         DeepSpeed's `TiledMLP` and ALST (https://arxiv.org/abs/2506.13996); `jax.lax.map` with
         a batch size.
     """
-    _require_options(tiles, reduce)
+    require_tiles(tiles, "tiled(tiles=...)")
+    require_choice("reduce", reduce, ("sum", "mean"), of="tiled")
     read = Pattern.of(f if pattern is None else pattern)
 
     def decorate(fun: Callable[..., Any]) -> Any:
@@ -127,8 +128,8 @@ def tiled(
     return decorate if pattern is None else decorate(f)
 
 
-def _require_options(tiles: object, reduce: object) -> None:
-    where = "tiled(tiles=...)"
+def require_tiles(tiles: object, where: str) -> None:
+    """Refuses what is neither a number of tiles nor a size."""
     if not isinstance(tiles, str):
         require_count(where, cast("int", tiles), at_least=1)
     elif parse_size(tiles, where) == 0:
@@ -138,7 +139,6 @@ def _require_options(tiles: object, reduce: object) -> None:
             why="The values of no tile fit it.",
             do="Pass the bytes that the values of one tile may take.",
         )
-    require_choice("reduce", reduce, ("sum", "mean"), of="tiled")
 
 
 @final

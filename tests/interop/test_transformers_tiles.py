@@ -208,6 +208,20 @@ def test_the_loss_has_the_dtype_of_the_logits():
     assert step(model)[0].loss.dtype == step(plain)[0].loss.dtype == torch.float32
 
 
+@pytest.mark.parametrize("option", ["tiled_loss", "tiled_mlp"])
+def test_what_is_no_number_of_tiles_is_refused_at_once(option: str):
+    """Not in the first step; the model stays as it was."""
+    model: Any = made("Llama")
+    options: list[dict[str, Any]] = [{option: tiles} for tiles in (0, 1.5, "many")]
+
+    for each in options:
+        with pytest.raises(
+            (TypeError, ValueError), match=rf"enable\({option}=\.\.\.\)"
+        ):
+            enable(model, **each)
+    assert not model.is_gradient_checkpointing
+
+
 @pytest.mark.parametrize("where", ["class", "instance"])
 def test_a_head_with_a_forward_of_its_own_is_refused(where: str):
     model = made("Llama")
