@@ -12,6 +12,7 @@ import torch
 
 from remat import (
     PolicyError,
+    ScheduleError,
     chain,
     checklist,
     fit,
@@ -22,11 +23,12 @@ from remat import (
     random,
     remat,
     report,
+    saved_residuals,
     scan,
     schedules,
 )
 from remat.interop.torch import apply_activation_checkpointing, checkpoint_sequential
-from remat.layers import tiled_cross_entropy
+from remat.layers import tiled, tiled_cross_entropy
 from remat.reporting import compare
 from remat.storage import Chain, Keep, Sparse
 from remat.testing import assert_equivalent, first_difference
@@ -35,6 +37,7 @@ KEY, X = random.key(3), torch.ones(5, 3)
 ARRAY: Any = np.ones(2)
 NONE: Any = None
 THREE: Any = 3
+LEAF = torch.ones(3, requires_grad=True)
 LINEAR = torch.nn.Linear(2, 2)
 POLICY: Any = policies.save_matmul_outputs
 
@@ -69,6 +72,9 @@ CALLS: list[tuple[str, Callable[[], object]]] = [
     (r"chain\(fs\): got None", lambda: chain(NONE)),
     (r"Chain\(links=\.\.\.\): got None", lambda: Chain(NONE)),
     (r"modules.plan\(step=\.\.\.\): got 3", lambda: modules.plan(LINEAR, peak=0.5, step=THREE)),
+    ("the function to look at: got 3", lambda: plan(THREE, budget=0.5)(X)),
+    ("the function to look at: got 3", lambda: saved_residuals(THREE, X)),
+    (r"tiled\(f\): got 3", lambda: tiled(THREE, "(tile n) d -> ", tiles=2)),
     (r"modules.Step\(loss\): got 3", lambda: modules.Step(THREE)),
     (r"Plan.diff\(other\): got 3", lambda: plan(square, budget=0.5)(X).diff(THREE)),
     (r"report.diff\(other\): got 3", lambda: report(square, X).diff(THREE)),
@@ -130,6 +136,37 @@ def test_neither_a_policy_nor_an_array_is_a_size(name: str) -> None:
             policies.budget(**{name: given})  # pyright: ignore[reportArgumentType]
     with pytest.raises(PolicyError, match="budget"):
         plan(square, peak=POLICY)
+
+
+class Given(schedules.AbstractSchedule):
+    """A schedule that answers what it was made of."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def actions(self, stages: Any) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (),
+        [3],
+        [schedules.Snapshot(0)],
+        (schedules.Advance(0, 9),),
+        (schedules.Record(5),),
+    ],
+    ids=repr,
+)
+def test_a_schedule_that_answers_illegal_actions_is_refused(answer: Any) -> None:
+    with pytest.raises(ScheduleError, match="Run the sweep to the last state"):
+        scan(lambda c, _: (c.sin(), None), LEAF, length=3, schedule=Given(answer))
+
+
+def test_a_schedule_that_answers_no_actions_is_refused() -> None:
+    with pytest.raises(TypeError, match="`actions` returned: got None"):
+        scan(lambda c, _: (c.sin(), None), LEAF, length=3, schedule=Given(None))
 
 
 def test_numbers_of_numpy_and_of_tensors_are_numbers() -> None:

@@ -23,7 +23,7 @@ from remat._calls.options import Settings, why_out_of_graphs
 from remat._calls.residuals import Residual, residuals_of
 from remat._calls.routes import MISSED
 from remat._calls.signature import CallSite, Statics, call_site
-from remat._errors import CapturedTensorError, RematError, TraceError
+from remat._errors import CapturedTensorError, RematError, TraceError, require_callable
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.out_of_memory import name_of
@@ -549,6 +549,7 @@ def is_region(fun: object) -> TypeGuard[DecoratedFunction[..., Any]]:
 
 def plain_region(fun: Callable[..., Any]) -> DecoratedFunction[..., Any]:
     """A region for looking at a plain function; it is never called and never warns."""
+    require_callable("the function to look at", fun)
     return DecoratedFunction(fun, Settings(rng="preserve"))
 
 

@@ -29,6 +29,7 @@ from remat.layers._links import Link, once_a_region
 from remat.layers._scheduled import scheduled
 from remat.layers._stack import Stack
 from remat.schedules import AbstractSchedule, Action, Stage
+from remat.schedules._replay import require_legal
 
 _T = TypeVar("_T")
 
@@ -129,7 +130,7 @@ def _stage_costs(link: Link) -> tuple[int, int]:
 def _actions_of(
     schedule: AbstractSchedule, stages: tuple[Stage, ...]
 ) -> tuple[Action, ...]:
-    return schedule.actions(stages)
+    return require_legal(schedule.actions(stages), len(stages))
 
 
 def run_scheduled(

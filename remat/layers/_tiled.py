@@ -17,7 +17,14 @@ from torch import Tensor
 from remat._api import remat
 from remat._calls.decorated import is_of_module
 from remat._calls.options import PolicyLike
-from remat._errors import BudgetError, explain, refuse, require_choice, require_count
+from remat._errors import (
+    BudgetError,
+    explain,
+    refuse,
+    require_callable,
+    require_choice,
+    require_count,
+)
 from remat._partition.peak import peaks_of
 from remat._switches.blocks import is_disabled, note_tiled
 from remat._torch import dynamo, trees
@@ -116,6 +123,7 @@ def tiled(
     read = Pattern.of(f if pattern is None else pattern)
 
     def decorate(fun: Callable[..., Any]) -> Any:
+        require_callable("tiled(f)", fun)
         if policy is not None and _unrolled.is_region(fun):
             warn(
                 where=f"tiled({fun!r}, policy=...)",

@@ -6,7 +6,7 @@ that replays is a list that runs.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import cast, final
 
 from remat._errors import ScheduleError, require_type
 from remat.schedules import _actions as do
@@ -68,6 +68,8 @@ class Ledger:
                 _require(is_recorded, action, f"stage {stage} is not recorded")
                 self.recorded.remove(stage)
                 self.remaining, self.current = stage, None
+            case _:  # pyright: ignore[reportUnnecessaryComparison]
+                _require(False, action, "it is of no class of actions")  # pyright: ignore[reportUnreachable]
 
 
 def _require(holds: bool, action: do.Action | None, why: str) -> None:
@@ -81,6 +83,23 @@ def _require(holds: bool, action: do.Action | None, why: str) -> None:
         do="Run the sweep to the last state, then pull back each stage once, from states "
         "that are kept.",
     )
+
+
+def require_legal(actions: object, count: int) -> tuple[do.Action, ...]:
+    """Refuses what a schedule answered if it is no list of legal actions for so many stages."""
+    wanted = "a sequence of actions of `schedules`, as `replay` takes it"
+    require_type(
+        "what a schedule's `actions` returned", actions, Sequence, wanted=wanted
+    )
+    ledger, listed = Ledger(), tuple(cast("Sequence[do.Action]", actions))
+    for action in listed:
+        if isinstance(action, do.Backward) and ledger.remaining is None:
+            at = f"the current state is {ledger.current} of {count}"
+            _require(ledger.current == count, action, at)
+        ledger.enter(action)
+    left = count if ledger.remaining is None else ledger.remaining
+    _require(left == 0, None, f"{left} stages remain to be pulled back")
+    return listed
 
 
 @final
