@@ -63,6 +63,7 @@ CALLS: list[tuple[str, Callable[[], object]]] = [
     ("the function to measure: got None", lambda: named_values(NONE, X)),
     ("the function to measure: got None", lambda: checklist(NONE, X)),
     ("the functions to compare: got None", lambda: assert_equivalent(square, NONE)(X)),
+    (r"cotangents=\.\.\.\): got 3", lambda: assert_equivalent(square, square, cotangents=THREE)),
     ("the functions to compare: got None", lambda: first_difference(NONE, square)(X)),
     (r"transforms=\.\.\.\): got 3", lambda: assert_equivalent(square, square, transforms=[THREE])),
     (r"transforms=\.\.\.\): got 3", lambda: assert_equivalent(square, square, transforms=THREE)),

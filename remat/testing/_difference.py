@@ -143,9 +143,12 @@ def first_difference(
 
     def compare(*args: Any, **kwargs: Any) -> Difference | None:
         call = RepeatedCall((f, g), args, kwargs)
-        one, results = _record_operators(f, call)
-        other, found = _record_operators(g, call)
+        one, results, rest = _record_operators(f, call)
+        other, found, same = _record_operators(g, call)
         result = _first_result(results, found)
+        if result is None and rest != same:
+            name, mismatch = "the structure of the outputs", f"{rest} and {same}"
+            return Difference("forward", "", name, "", None, mismatch)
         if result is None:
             return None
         step = _first_unmatched(one, other)
@@ -163,7 +166,7 @@ _Results = dict[str, Tensor | None]
 
 def _record_operators(
     function: Callable[..., Any], call: RepeatedCall
-) -> tuple[list[_ComputedTensor], _Results]:
+) -> tuple[list[_ComputedTensor], _Results, tuple[Any, ...]]:
     with call.run(function) as flat:
         operands = call.operands(flat)
         with _Recorder() as recorder:
@@ -172,7 +175,7 @@ def _record_operators(
             found = gradients(outputs, [*operands.values()], contiguous_cotangents)
     results: _Results = dict(zip(flat.labels, outputs, strict=True))
     results |= dict(zip(operands, found, strict=True)) | flat.after
-    return recorder.steps, results
+    return recorder.steps, results, flat.rest
 
 
 def _first_unmatched(

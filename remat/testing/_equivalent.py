@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from remat._calls.decorated import is_region
-from remat._errors import require_type
+from remat._errors import require_callable, require_type
 from remat._torch.tensors import storage_key
 from remat.testing._compare import NotEquivalentError, require_same
 from remat.testing._named_transforms import (
@@ -113,6 +113,7 @@ def assert_equivalent(
     wanted = "a list of names, as in ['grad', 'vmap(grad)']"
     given = USUAL if transforms is None else transforms
     require_type("assert_equivalent(transforms=...)", given, Iterable, wanted=wanted)
+    require_callable("assert_equivalent(cotangents=...)", cotangents)
     names = tuple(given)
     parsed = {name: parse_transform(name) for name in names}
     promised = is_region(g) and g.settings.backend is None

@@ -1,5 +1,7 @@
 """`first_difference` names the first operator at which two computations part."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -168,3 +170,16 @@ def test_state_and_arguments_stay():
 def test_a_difference_is_told_in_figures(one, other, text):
     """Equal infinities differ by nothing, and whole numbers are whole."""
     assert text in str(Gap.between(torch.tensor(one), torch.tensor(other)))
+
+
+@pytest.mark.parametrize(
+    "other", [lambda x: (x.sin(), 4), lambda x: (x.sin(),)], ids=["leaf", "structure"]
+)
+def test_what_is_no_tensor_differs_too(other: Any) -> None:
+    """A leaf, or how many there are, where all tensors agree."""
+    found = first_difference(lambda x: (x.sin(), 3), other)(torch.ones(2))
+
+    assert found is not None
+    assert found.name == "the structure of the outputs"
+    assert "(3,)" in found.mismatch
+    assert "the structure of the outputs" in str(found)
