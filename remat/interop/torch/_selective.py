@@ -58,9 +58,7 @@ class Selective(AbstractPolicy):
         """Decides about one value; inputs are saved in any case."""
         if value.op is None:
             return Recompute()
-        with (
-            isolation.isolated()
-        ):  # a tracer of the caller's would record these tensors
+        with isolation.isolated():  # a tracer of the caller's would record these
             output = torch.empty(value.shape, dtype=value.dtype, device="meta")
             args, kwargs = _on_meta(value.args), dict(_on_meta(value.kwargs))
         context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
