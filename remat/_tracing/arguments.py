@@ -84,11 +84,32 @@ class Given:
 
 def _contents(tree: Any) -> tuple[list[Any], Any]:
     leaves, spec = trees.flatten(tree)
-    return [*map(own_set, leaves)], trees.structure(spec, _of_part)
+    return [*map(own_set, leaves)], trees.structure(spec, _Part)
 
 
-def _of_part(part: object) -> object:
-    return own_set(part) if type(part) in _BY_VALUE else type(part)
+@final
+class _Part:
+    """A part of a context, equal to itself, and to one of its class that calls itself equal."""
+
+    def __init__(self, part: object) -> None:
+        self._part: Any = own_set(part)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Part):
+            return False
+        one, same = self._part, other._part
+        if one is same or type(one) is not type(same):
+            return one is same
+        try:
+            return bool(one == same)
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):  # arrays and tensors have no one truth
+            return False
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 def own_set(leaf: Any) -> Any:

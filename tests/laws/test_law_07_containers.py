@@ -6,6 +6,7 @@ stay as they were: a list of skip connections that a block pops, a dict into whi
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ register_dataclass(Skips)
 class Noted:
     """A tensor with notes, which pytree is told beside it."""
 
-    def __init__(self, x: Tensor, notes: list[str]) -> None:
+    def __init__(self, x: Tensor, notes: Any) -> None:
         self.x = x
         self.notes = notes
 
@@ -123,6 +124,35 @@ def test_is_refused_by_name_and_line(fun: Any, make: Any, engine: Any) -> None:
         ):
             region(seeded(3, 4), held)
     assert str(held) == str(make())
+
+
+#: What may stand beside the parts of a class, and another of the same class.
+NOTES: list[tuple[Any, Any]] = [
+    (torch.float32, torch.float64),
+    (1.0, -1.0),
+    (SimpleNamespace(size=1), SimpleNamespace(size=2)),
+    (torch.zeros(3), torch.ones(3)),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), NOTES, ids=[type(each).__name__ for each, _ in NOTES]
+)
+@pytest.mark.parametrize("engine", ["trace", "rerun", "auto"])
+def test_a_note_that_is_exchanged_is_refused(
+    before: Any, after: Any, engine: Any
+) -> None:
+    """Of whatever class it is."""
+
+    def fun(x: Tensor, held: Noted) -> Tensor:
+        held.notes = after
+        return x @ W
+
+    region: Any = remat(fun, engine=engine)
+    with pytest.raises(
+        SideEffectError, match=r"`held` .* is a Noted, and the function"
+    ):
+        region(seeded(3, 4), Noted(seeded(3, 4), before))
 
 
 @each_change
