@@ -99,6 +99,7 @@ class Mentions(NamedTuple):
     """What code refers to by name, the code nested in it included."""
 
     globals: Set[str]  # names loaded from the globals
+    assigned: Set[str]  # globals that it assigns
     names: Set[str]  # all names: attributes and imported ones, too
     #: Modules imported when the code runs, as (dots, dotted name).
     imports: Set[tuple[int, str]]
@@ -127,6 +128,7 @@ _ASKS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST"})
 def mentions(code: types.CodeType) -> Mentions:
     """What code refers to by name."""
     loads: set[str] = set()
+    assigned: set[str] = set()
     names: set[str] = set()
     imports: set[tuple[int, str]] = set()
     asked: set[tuple[str, str]] = set()
@@ -146,7 +148,9 @@ def mentions(code: types.CodeType) -> Mentions:
             if instruction.opname in {"LOAD_GLOBAL", "LOAD_NAME"}:
                 last = str(given)
                 loads.add(last)
+            elif instruction.opname == "STORE_GLOBAL":
+                assigned.add(given)
             elif instruction.opname == "IMPORT_NAME":
                 imports.add((cast("int", before[0]), given))
             before.append(given)
-    return Mentions(loads, names, imports, asked)
+    return Mentions(loads, assigned, names, imports, asked)

@@ -202,15 +202,27 @@ def test_policies_of_equal_closures_share_a_trace():
 
 
 SAVED = None
+ASKED = 0
+
+
+def names_a_global(ctx, op, *args, **kwargs):
+    return SAVED is not None and op in SAVED
+
+
+def names_it_in_a_generator(ctx, op, *args, **kwargs):
+    return any(SAVED is not None and op in SAVED for _ in range(1))
+
+
+def calls_what_names_it(ctx, op, *args, **kwargs):
+    return names_a_global(ctx, op)
 
 
 @pytest.mark.filterwarnings("ignore:.*permits no value here")
-def test_a_global_that_a_policy_names_is_watched(monkeypatch):
+@pytest.mark.parametrize(
+    "policy", [names_a_global, names_it_in_a_generator, calls_what_names_it]
+)
+def test_a_global_that_a_policy_names_is_watched(policy, monkeypatch):
     """A call after it has changed asks the policy anew, as torch does at each call."""
-
-    def policy(ctx, op, *args, **kwargs):
-        return SAVED is not None and op in SAVED
-
     context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
     selective = functools.partial(checkpoint, product, context_fn=context_fn)
     args = (seeded(8, 8), seeded(8, 8, seed=1))
@@ -218,6 +230,26 @@ def test_a_global_that_a_policy_names_is_watched(monkeypatch):
     assert backward_operators(selective, *args)["aten.mm"] == 3
     monkeypatch.setitem(globals(), "SAVED", {MM})
     assert backward_operators(selective, *args)["aten.mm"] == 2
+
+
+def counts_in_a_global(ctx, op, *args, **kwargs):
+    global ASKED
+    ASKED += 1
+    return False
+
+
+@pytest.mark.filterwarnings("ignore:.*permits no value here")
+def test_a_policy_that_counts_in_a_global_is_asked_once():
+    """What it assigns itself is no reason to ask it anew."""
+    context_fn = functools.partial(
+        create_selective_checkpoint_contexts, counts_in_a_global
+    )
+    args = (seeded(8, 8).requires_grad_(), seeded(8, 8, seed=1))
+
+    checkpoint(product, *args, context_fn=context_fn)
+    asked = ASKED
+    checkpoint(product, *args, context_fn=context_fn)
+    assert ASKED == asked > 0
 
 
 @pytest.mark.parametrize(

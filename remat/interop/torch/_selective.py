@@ -16,6 +16,7 @@ from typing import Any, Self, TypeAlias, cast, final
 import torch
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
+from remat import _captures
 from remat._errors import PolicyError, refusal
 from remat._torch import isolation, schemas
 from remat.policies import AbstractPolicy, Operand, Recompute, Save, Value
@@ -97,8 +98,9 @@ def _on_meta(tree: Any) -> Any:
 def _meaning_of_policy(thing: Any, seen: frozenset[int]) -> Hashable:
     """A key that is equal for policies that answer alike; contents as they are now.
 
-    Of a function: its code, what it closes over, and which globals it names; what they
-    hold is not looked into, as policies note in them what they were asked.
+    Of a function: its code, what it closes over, and which globals it reads, through functions
+    of its module too. What these hold is not looked into, and one that it assigns is left out,
+    as policies note there what they were asked.
     """
     if id(thing) in seen:
         return "itself"
@@ -110,8 +112,15 @@ def _meaning_of_policy(thing: Any, seen: frozenset[int]) -> Hashable:
     match thing:
         case types.FunctionType():
             code, home = thing.__code__, thing.__globals__
+            named = _captures.mentions(code)
             cells = tuple(cell.cell_contents for cell in thing.__closure__ or ())
-            read = tuple(_itself(home[n]) for n in code.co_names if n in home)
+            names = sorted((named.globals - named.assigned) & home.keys())
+            read = tuple(
+                _meaning_of_policy(home[name], seen)
+                if getattr(home[name], "__globals__", None) is home
+                else _itself(home[name])
+                for name in names
+            )
             return code, read, inside([cells, thing.__defaults__, thing.__kwdefaults__])
         case types.MethodType():
             return inside([thing.__func__, thing.__self__])
