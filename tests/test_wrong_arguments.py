@@ -104,8 +104,8 @@ CALLS: list[tuple[str, Callable[[], object]]] = [
     (r"random.dropout\(key, x\): got None", lambda: random.dropout(KEY, NONE, 0.5)),
     (r"dropout\(rate=\.\.\.\): got None", lambda: random.dropout(KEY, X, NONE)),
     (r"categorical\(logits=\.\.\.\): got 3", lambda: random.categorical(KEY, logits=THREE)),
-    (r"permutation\(axis=\.\.\.\): got None", lambda: random.permutation(KEY, 5, axis=NONE)),
-    (r"permutation\(axis=\.\.\.\): got None", lambda: random.permutation(KEY, X, axis=NONE)),
+    (r"permutation\(axis=\.\.\.\) takes an integer", lambda: random.permutation(KEY, 5, axis=NONE)),
+    (r"permutation\(axis=\.\.\.\) takes an integer", lambda: random.permutation(KEY, X, axis=NONE)),
     ("takes an integer, not", lambda: random.fold_in(KEY, ARRAY)),
     ("takes an integer, not", lambda: random.key(torch.tensor([1, 2]))),  # pyright: ignore[reportArgumentType]
 ]  # fmt: skip
@@ -180,12 +180,15 @@ def test_numbers_of_numpy_and_of_tensors_are_numbers() -> None:
         torch.as_tensor(loss(z_loss=half)), torch.as_tensor(loss(z_loss=0.5))
     )
     assert random.permutation(KEY, X, axis=-1).shape == X.shape
+    for one in (np.int64(1), torch.tensor(1)):
+        assert random.permutation(KEY, X, axis=one).shape == X.shape  # pyright: ignore[reportArgumentType]
+    assert checkpoint_sequential([square, torch.sin], two, X).shape == ()  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("given", [float("inf"), float("nan")])
-def test_options_of_a_loss_are_finite(given: float) -> None:
+@pytest.mark.parametrize("given", [float("inf"), float("nan"), np.float32("inf")])
+def test_options_of_a_loss_are_finite(given: Any) -> None:
     for name in ("softcap", "z_loss", "label_smoothing"):
-        with pytest.raises(ValueError, match=f"{name}=...*got {given}"):
+        with pytest.raises(ValueError, match=rf"{name}=.*got .*{given}"):
             loss(**{name: given})
 
 

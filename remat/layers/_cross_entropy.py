@@ -252,7 +252,7 @@ def _require_options(options: _LossOptions, reduction: object) -> None:
         if name == "softcap" and given is None:
             continue
         require_number(where.format(name), given)
-        if isinstance(given, float) and not math.isfinite(given):
+        if not (isinstance(given, Tensor) or math.isfinite(cast("float", given))):
             why = "The loss would be no number."
             raise refuse(where.format(name), given, why=why, do="Pass a finite one.")
     if not 0 <= options.smoothing <= 1:

@@ -476,7 +476,7 @@ def _draw_integers(
 
 def _length_of(axis: int, shape: Sequence[int], function: str) -> int:
     """How long a tensor of a shape is along an axis; raises unless there is one."""
-    require_type(f"random.{function}(axis=...)", axis, int, wanted="an int")
+    axis = as_integer(f"random.{function}(axis=...)", axis, "It counts dimensions.")
     if not -len(shape) <= axis < len(shape):
         raise refusal(
             IndexError,

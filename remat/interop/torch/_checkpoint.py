@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self, TypeAlias, final
+from typing import Any, Self, SupportsIndex, TypeAlias, final
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
@@ -280,7 +280,8 @@ def checkpoint_sequential(
     wanted = "modules or functions that run one after the other"
     where = "checkpoint_sequential(functions, ...)"
     require_type(where, functions, Iterable, wanted=wanted)
-    require_type("checkpoint_sequential(segments=...)", segments, int, wanted="an int")
+    where = "checkpoint_sequential(segments=...)"
+    require_type(where, segments, SupportsIndex, wanted="an int")
     is_module = isinstance(functions, nn.Sequential)
     parts = tuple(functions.children() if is_module else functions)
     if not 1 <= segments <= len(parts):
