@@ -24,7 +24,7 @@ from remat._graph.meta import TensorMeta
 from remat._partition.decide import decide_of_operands
 from remat._partition.stages import Stages
 from remat._regions.forwards import Calls
-from remat._regions.functions import Function
+from remat._regions.functions import Function, Roots
 from remat._regions.traced import TracedRegion
 from remat._torch import guards
 from remat._tracing.open_sizes import Fixed, Templates
@@ -73,7 +73,7 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
     code, where = _captures.code_key(site.function), options.where
     advise(code, settings, stages, region, program, where)
     advise_of_untold(site, traced.survey, covered, options.where)
-    return _compiled_entry(traced, covered, stages, region, names)
+    return _compiled_entry(traced, covered, stages, region, names, site.roots)
 
 
 @contextlib.contextmanager
@@ -142,8 +142,10 @@ def _compiled_entry(
     stages: Stages,
     region: TracedRegion,
     names: tuple[str, ...],
+    roots: Roots,
 ) -> Entry:
     joint, captured = stages.joint, traced.captured
+    place_of = {id(root): place for place, root in enumerate(roots)}
     values = joint.graph.values
     is_guarded = all(map(guards.is_plain, captured))
     return Entry(
@@ -163,6 +165,11 @@ def _compiled_entry(
         ),
         streams=frozenset(value.stream for value in values) - {""},
         hooked=traced.hooked,
+        passed=tuple(
+            (place, place_of[id(each)])
+            for place, each in enumerate(traced.output.statics)
+            if id(each) in place_of
+        ),
         template=traced.template,
         trace_s=traced.seconds,
     )

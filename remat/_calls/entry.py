@@ -53,6 +53,8 @@ class Entry:
     streams: frozenset[str]  # the streams of registered trackers that it draws from
     #: The steps to each module with weights that torch's hooks make at each call.
     hooked: tuple[tuple[_captures.Step, ...], ...]
+    #: The objects that are returned as they were given: places in `output`, and of the root.
+    passed: tuple[tuple[int, int], ...]
     #: The trace with its sizes open; None if it holds for one set of sizes.
     template: Template | None
     #: Seconds that the trace took; None where one with open sizes was there already.
@@ -88,7 +90,7 @@ class Entry:
             is_first_order=is_first_order(),
             fast_path=fast_path,
         )
-        return self.output.around(run_fast(call, levels.unwrap_dead(tensors)))
+        return self.result(run_fast(call, levels.unwrap_dead(tensors)), roots)
 
     @property
     def wants_gradient(self) -> bool:
@@ -123,10 +125,19 @@ class Entry:
             tensors[place].copy_(new)
         if self.written or self.changed:
             returned = self._with_changed(returned[:count], tensors)
-        result = self.output.around(returned)
+        result = self.result(returned, roots)
         for way in self.hooked:
             _captures.refresh_hooked(way, roots)
         return result
+
+    def result(self, returned: Sequence[Tensor | None], roots: Roots) -> Any:
+        """What the function returns, put together; objects that it was given are the call's."""
+        if not self.passed:
+            return self.output.around(returned)
+        statics = [*self.output.statics]
+        for place, root in self.passed:
+            statics[place] = roots[root]
+        return dataclasses.replace(self.output, statics=tuple(statics)).around(returned)
 
     def _with_changed(
         self, returned: Sequence[Tensor | None], tensors: Sequence[Tensor]

@@ -200,7 +200,7 @@ def route_of(
             call = Call(region, roots, numerics, labels, False, False, fast_path)
             returned = run_fast_path(call, (*tensors, *captured))
             if returned is not None:
-                return entry.output.around(returned)
+                return entry.result(returned, roots)
         if entry.wants_gradient:
             return entry.call(roots, (*tensors, *captured), numerics)
         return MISSED

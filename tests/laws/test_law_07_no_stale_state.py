@@ -284,6 +284,22 @@ def test_a_tensor_in_the_context_of_an_argument_gets_its_gradient() -> None:
     assert_bitwise(grad, expected)
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_object_that_is_returned_is_the_one_of_the_call(dynamic: bool) -> None:
+    """`return x, cache`; beside it what is no argument, and stays the same."""
+    other = Holder()
+    region: Any = remat(
+        lambda x, held, held_too: (x.sin(), [held, held_too], other),
+        dynamic_shapes=dynamic,
+    )
+    for size in (3, 3, 3, 4, 5):
+        held = Holder(), Holder()
+        _, returned, same = region(seeded(size).requires_grad_(), *held)
+        assert all(one is another for one, another in zip(returned, held, strict=True))
+        assert same is other
+
+
 STATICS = {
     "zero_sign": (0.0, -0.0),
     "one": (1, 1.0, True),
