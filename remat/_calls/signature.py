@@ -88,9 +88,8 @@ class CallSite(NamedTuple):
     #: What must be equal for a trace to be used again, switches and captured state aside.
     signature: Hashable
     tensors: tuple[Tensor, ...]  # the dynamic leaves, each once
-    objects: tuple[
-        object, ...
-    ]  # what must be looked into: leaves, then parts of contexts
+    #: What must be looked into: leaves, then parts of contexts.
+    objects: tuple[object, ...]
     wants_gradient: bool  # whether some level of reverse mode wants one of the tensors
     is_traceable: bool  # whether all tensors can be traced
     numerics: Numerics  # the switches in force

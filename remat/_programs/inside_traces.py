@@ -183,8 +183,9 @@ def _group_norm_backward(
 
 # Obsolete when views do not mind how examples lie in memory, when torch's rules are right for
 # index_fill where the values are mapped and the tensor is not, for the backward of a group norm
-# in mixed precision, and for the derivative of select_scatter, and when there are some for copy, which replaces a write to a strided view, for
-# index_put by a mask, and for the backward of a fused norm, which it would run example by example.
+# in mixed precision, and for the derivative of select_scatter, and when there are some for copy,
+# which replaces a write to a strided view, for index_put by a mask, and for the backward of a
+# fused norm, which it would run example by example.
 _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,

@@ -166,7 +166,6 @@ def second_places(kind: type) -> tuple[str, ...]:
 def refresh_second_places(module: object) -> None:
     """Sets `second_places` to the parameters that the module has now. Obsolete as they are."""
     if isinstance(module, torch.nn.RNNBase):
-        with (
-            without_torch_function()
-        ):  # it asks the weights, and a trace would capture them
+        # It asks the weights, and a trace would capture them.
+        with without_torch_function():
             module._update_flat_weights()

@@ -100,16 +100,11 @@ class _Part:
         one, same = self._part, other._part
         if one is same or type(one) is not type(same):
             return one is same
+        # Arrays and tensors have no one truth.
         try:
             return bool(one == same)
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ):  # arrays and tensors have no one truth
+        except (TypeError, ValueError, RuntimeError):
             return False
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 def own_set(leaf: Any) -> Any:

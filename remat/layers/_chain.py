@@ -205,7 +205,7 @@ def _trace_chain(
         metas = [meta.of_result() for meta in returned]
         links.append(link)
         described.append(_run_stack.stage_of(link, returned))
-        return entry.output.around
+        return functools.partial(entry.result, roots=link.roots)
 
     around = add(stages[0].region, frame.around)
     for stage in stages[1:]:

@@ -231,7 +231,7 @@ class _Scan(NamedTuple):
         counts = count, len(self.scanned), len(returned) - count
         stack = Stack([link] * self.length, *counts, is_reversed=self.is_reversed)
         found = _run_stack.run_scheduled(stack, schedule, stages, tensors)
-        return entry.output.around(found)
+        return entry.result(found, link.roots)
 
     def metas(self) -> list[TensorMeta]:
         """Of the carry and of a slice; from the second step on the carry has gradients."""

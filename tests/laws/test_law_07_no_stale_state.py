@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node
 
-from remat import RecomputationError, remat
+from remat import RecomputationError, layers, remat, schedules
 from tests.laws import changes
 from tests.laws.changes import (
     CHANGES,
@@ -282,6 +282,16 @@ def test_a_tensor_in_the_context_of_an_argument_gets_its_gradient() -> None:
     x = seeded(2, 3)
     (expected,) = torch.autograd.grad(torch.sin(x * held).sum(), held)
     assert_bitwise(grad, expected)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("schedule", [None, schedules.Sqrt(), schedules.Revolve(2)])
+def test_an_object_that_stages_pass_on_is_the_one_of_the_call(schedule: Any) -> None:
+    """Of a stack, too, whatever its schedule."""
+    stack = layers.chain([lambda pair: (pair[0].sin(), pair[1])] * 3, schedule=schedule)
+    for _ in range(3):
+        held = Holder()
+        assert stack((seeded(3).requires_grad_(), held))[1] is held
 
 
 @pytest.mark.contract
