@@ -57,6 +57,8 @@ class Joint:
     states: tuple[Ref, ...]
     #: Whether a user's `autograd.Function` says how to differentiate a part of it.
     is_custom: bool = False
+    #: Of the regions inside.
+    policies: frozenset[Any] = frozenset()
 
     @property
     def output_metas(self) -> tuple[TensorMeta, ...]:

@@ -60,6 +60,8 @@ class Program:
     is_borrowing: bool = False
     #: Whether a user's `autograd.Function` says how to differentiate a part of it.
     is_custom: bool = False
+    #: Of a forward, the policy of its region and those of the regions inside.
+    policies: frozenset[Any] = frozenset()
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs for these inputs; no gradient is recorded."""
@@ -82,6 +84,7 @@ class Program:
             outer = current()
             if outer is not None:
                 outer.is_custom |= self.is_custom
+                outer.policies |= self.policies
             in_compiler = tracer.is_in_compiler()
             return interpret(self._with_barriers if in_compiler else self.graph, inputs)
         with watching.following(self.graph, inputs) as at:

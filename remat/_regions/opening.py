@@ -18,6 +18,7 @@ from remat._regions.forwards import Forward
 from remat._regions.functions import Function, Roots, if_derivable
 from remat._regions.protocol import Call, Opened
 from remat._torch import autograd, levels, schemas
+from remat.policies import AbstractPolicy
 
 
 def is_differentiated_alike(
@@ -26,19 +27,23 @@ def is_differentiated_alike(
     operands: tuple[TensorMeta, ...],
     forward: Forward,
     joint: Joint,
+    policy: AbstractPolicy,
 ) -> bool:
     """Whether the program of a function has the derivatives of the function.
 
     A user's `autograd.Function`, `no_grad` or `detach` shows in the gradients of the
     function, not in its program: both are traced, and compared value by value. Nor do
-    regions inside show there, which bound the peak of what runs again (law 9).
+    regions inside show there. They bound the peak of what runs again (law 9), but for those
+    with the policy of the whole where that saves something.
     """
     # To a value that the function detached, a gradient flows in the program.
     is_detached = not all(joint.differentiable[k] for k in moved_outputs(forward))
     if is_detached or forward.storages or forward.placements:
         return False
-    has_regions = any(value.rank >= 0 for value in joint.graph.values)
-    if joint.is_custom or has_regions or joint.mutations or joint.states:
+    repeats = any(value.rank >= 0 for value in joint.graph.values)
+    is_bounded = not forward.shape[2] or bool(joint.policies - {policy})
+    is_own = joint.is_custom or (repeats and is_bounded)
+    if is_own or joint.mutations or joint.states:
         return False
     program = function.of_program(forward_graph(joint, ())[0])
     again = if_derivable(

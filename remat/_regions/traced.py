@@ -186,6 +186,7 @@ class TracedRegion:
             *(graph, "forward", self.function.backend),
             is_borrowing=self.is_borrowing,
             is_custom=joint.is_custom,
+            policies=joint.policies | {self.policy_above},
         )
         return Forward(
             program,
@@ -277,7 +278,9 @@ class TracedRegion:
         if not function.is_program:
             is_more = self.states or self.inputs or self.verify or self.is_open
             known = function, roots, operands, self.forward(roots, save=True)
-            if is_more or not is_differentiated_alike(*known, stages.joint):
+            if is_more or not is_differentiated_alike(
+                *known, stages.joint, self.policy
+            ):
                 return False
         return not reads_constants(function, roots, operands, stages)
 

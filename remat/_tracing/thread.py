@@ -61,6 +61,7 @@ class Running:
         self.reshapes = ""
         #: Whether a user's `autograd.Function` has run, in a region inside or outside of one.
         self.is_custom = False
+        self.policies: frozenset[Any] = frozenset()  # of regions inside
         self.inner: dict[Hashable, Any] = {}  # what is known of regions inside
         #: What stands for tensors in the functions of operators that run, the innermost last.
         self.within: tuple[Callable[[Tensor], Tensor], ...] = ()

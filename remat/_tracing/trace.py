@@ -337,6 +337,7 @@ def _finish_trace(run: _TraceRun, module: fx.GraphModule) -> Traced:
         mutations=mutations,
         states=tuple(imported.states),
         is_custom=running.is_custom,
+        policies=running.policies,
     )
     joints = tuple(_for_each_layout(first, run, imported.outputs[count:]))
     captured, fakes = tuple(running.captured), tuple(running.fakes)

@@ -85,13 +85,11 @@ DAILY = [
     or case[1:] in (("grad(grad)", "matmuls"), ("jvp(grad)", "nothing"))
     or case[:2] == ("mixed", "grad(grad) by x")
 ]
-#: Of what has regions inside, the derivatives do not find saved what its policy saves.
 REGIONS: list[Case] = [
     (name, nest, policy)
     for nest in ("grad(grad)", "jvp(grad)", "vmap(hessian)", "grad(grad) by x")
     for name in STACKS
     for policy in POLICIES
-    if (name, policy) != ("nested", "matmuls")
 ]
 
 

@@ -194,6 +194,30 @@ def test_inner_regions_bound_the_peak_of_the_outer_recomputation():
     assert grouped <= 30
 
 
+def test_inner_regions_of_another_policy_bound_second_derivatives():
+    """As they do first ones; regions of its own policy are one with it."""
+    x = seeded(1 << 10)
+
+    def part(x):
+        return checkpoint_name(x.sin().exp().sin(), "part")
+
+    def peak(inner):
+        def stack(x):
+            for _ in range(8):
+                x = inner(x)
+            return x
+
+        region = remat(stack, policy=policies.save_only_these_names("part"))
+        run = grad(lambda x: grad(lambda x: region(x).sum())(x).sum())
+        run(x)
+        with LiveBytes() as memory:
+            run(x)
+        return memory.peak / x.untyped_storage().nbytes()
+
+    named = remat(part, policy=policies.save_only_these_names("part"))
+    assert peak(remat(part)) < peak(named) == peak(part)
+
+
 def test_the_same_function_inside_and_outside():
     """A region that is called by itself and inside another keeps a policy for each."""
     inner = remat(inner_function, policy=policies.everything_saveable)
