@@ -27,7 +27,7 @@ from remat._switches.numerics import Numerics
 from remat._torch import levels, trees
 from remat._tracing.open_sizes import Template
 
-_clock = itertools.count()
+clock = itertools.count()  # of uses
 
 
 @final
@@ -60,16 +60,12 @@ class Entry:
     #: Seconds that the trace took; None where one with open sizes was there already.
     trace_s: float | None
     #: When it was last looked up, as a count.
-    used: int = dataclasses.field(default_factory=_clock.__next__, init=False)
+    used: int = dataclasses.field(default_factory=clock.__next__, init=False)
     _fast_path: Any = dataclasses.field(default=..., init=False, repr=False)
-
-    def touch(self) -> None:
-        """Notes that a call has used it."""
-        self.used = next(_clock)
 
     def gather(self, roots: Roots) -> tuple[Tensor, ...] | None:
         """The captured tensors of some roots; None if the trace does not hold there."""
-        if not all(map(exists, self.streams)):
+        if self.streams and not all(map(exists, self.streams)):
             return None
         tensors = self.covered.gather(roots)
         if not tensors or (self.guard is not None and self.guard(*tensors)):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast, final
 from torch import Tensor
 
 from remat import _captures
-from remat._calls.entry import Entry
+from remat._calls.entry import Entry, clock
 from remat._calls.signature import CallSite, static_key
 from remat._regions.protocol import Call
 from remat._regions.rules import run_fast
@@ -200,6 +200,8 @@ def route_of(
             call = Call(region, roots, numerics, labels, False, False, fast_path)
             returned = run_fast_path(call, (*tensors, *captured))
             if returned is not None:
+                if not entry.passed:
+                    return entry.output.around(returned)
                 return entry.result(returned, roots)
         if entry.wants_gradient:
             return entry.call(roots, (*tensors, *captured), numerics)
@@ -213,7 +215,7 @@ def first_holding(entries: list[Entry], roots: tuple[object, ...]) -> Found | No
     for entry in entries:
         captured = entry.gather(roots)
         if captured is not None:
-            entry.touch()
+            entry.used = next(clock)
             if entry is not entries[0]:
                 entries[:] = [entry, *(each for each in entries if each is not entry)]
             return entry, captured
