@@ -165,8 +165,10 @@ def _left_behind(fakes: Sequence[weakref.ref[Tensor]]) -> tuple[Tensor, ...]:
 
 def _referrers(things: Sequence[object]) -> list[Any]:
     """The objects that hold one of these, but for frames."""
-    found = gc.get_referrers(*things) if things else []
-    others = (each for each in found if each is not things)
+    # Python 3.13 finds the tuple of what is asked, too.
+    asked = tuple(things)
+    found = gc.get_referrers(*asked) if asked else []
+    others = (each for each in found if each is not things and each is not asked)
     return [each for each in others if not isinstance(each, types.FrameType)]
 
 

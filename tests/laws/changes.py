@@ -304,7 +304,7 @@ def dispatched(is_method: bool) -> State:
 class Kind(enum.Enum):
     """An enumeration with methods, and with functions for values."""
 
-    ONE = functools.partial(lambda: FACTOR)
+    ONE = enum.member(functools.partial(lambda: FACTOR))
     TWO = 2
 
     def given(self) -> float:
