@@ -37,12 +37,15 @@ REGISTERED = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "chi
 _NAMESPACES = frozenset(
     {"types.SimpleNamespace", "argparse.Namespace", "collections.ChainMap"}
     | {"collections.UserDict", "collections.UserList"}
+    | {"functools._singledispatchmethod_get"}  # a bound one, from Python 3.14 on
     | {f"{threading.local.__module__}.{threading.local.__qualname__}"}
 )
-# Methods that run when an object is made. Code that uses an existing object never runs them.
+# Methods that run when an object is made, and the function in which Python 3.14 keeps annotations.
+# Code that uses an existing object never runs them.
 _CONSTRUCTION = frozenset(
     {"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"}
     | {"__del__", "__repr__", "__str__", "__reduce__", "__getstate__", "__setstate__"}
+    | {"__annotate_func__"}
 )
 # Steps to a class as that of an object, whose contents are asked otherwise than a value's.
 AS_CLASS = frozenset({"type", "base"})

@@ -91,7 +91,7 @@ def main(size: int, folder: Path, names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     # torch's own, when it first needs forward mode.
-    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
+    warnings.filterwarnings("ignore", "`torch.jit.script`")
     checks = checks_in(map(importlib.import_module, names))
     gc.freeze()  # or each rank's collections would look through what was imported, and copy it
     ranks = [_split(rank, size, folder, checks) for rank in range(size)]

@@ -167,7 +167,7 @@ def test_what_a_hook_keeps_of_a_backward_is_told(name: str) -> None:
     assert (type(found), found.shape) == (Tensor, (2, 3))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 def test_a_program_is_not_searched_for() -> None:
     """Its trace may fail, where an operand has no derivative: it has left nothing anywhere."""
     searches: list[str] = []

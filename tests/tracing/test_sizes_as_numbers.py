@@ -74,7 +74,7 @@ def test_what_cannot_be_traced_with_open_sizes_is_traced_for_each() -> None:
 
     region = traced(fun)
 
-    with pytest.warns(RematWarning, match="for each size, in spite .* unhashable"):
+    with pytest.warns(RematWarning, match="for each size, in spite .*unhashable"):
         run(region, (sequence(2, 3),))
     quiet(region, sequence(2, 4))
     args = (sequence(2, 5),)
@@ -296,7 +296,7 @@ def test_a_derivative_that_fails_with_symbols_is_traced_for_each() -> None:
 
     args = (sequence(2, 2),)
     with (
-        pytest.warns(RematWarning, match="fails: float division by zero"),
+        pytest.warns(RematWarning, match="fails: (float )?division by zero"),
         pytest.warns(UserWarning, match="degrees of freedom"),
     ):
         assert_bitwise(run(region, args), run(region.__wrapped__, args))
