@@ -100,8 +100,11 @@ def state() -> dict[str, Any]:
         "module calls": nn.Module.__call__,
         "module attributes": nn.Module.__getattr__,
         "module conversions": nn.Module._apply,
-        # transformers adds a method when it makes its first model.
-        "module class": sorted(vars(nn.Module).keys() - {"smart_apply"}),
+        # transformers adds a method when it makes its first model, Python 3.14 its annotations
+        # when these are read.
+        "module class": sorted(
+            vars(nn.Module).keys() - {"smart_apply", "__annotations_cache__"}
+        ),
         "function calls": vars(torch.autograd.Function)["apply"],
         "parametrizations": (parametrize._cache_enabled, len(parametrize._cache)),
         "logs of fakes": logging.getLogger("torch._subclasses.fake_tensor").disabled,
