@@ -31,7 +31,8 @@ class Analysis:
 
     joint: Joint
     numbers: tuple[int, ...]  # the class of each value
-    members: dict[int, int]  # for each class the first forward value in it
+    #: For each class the first forward value in it, of those that the outputs need if any are.
+    members: dict[int, int]
     roots: tuple[int, ...]  # for each value the one whose storage it shares
     forward: tuple[int, ...]  # the forward values that are not inputs, in order
 
@@ -120,10 +121,21 @@ def analyze(joint: Joint) -> Analysis:
         for index, value in enumerate(values)
         if value.op is not None and not value.is_backward
     )
+    needed = _needed(joint)
     members: dict[int, int] = {}
-    for index in forward:
+    for index in (*filter(needed.__contains__, forward), *forward):
         members.setdefault(numbers[index], index)
     return Analysis(joint, numbers, members, roots(joint.graph), forward)
+
+
+def _needed(joint: Joint) -> set[int]:
+    """What the forward runs, whatever is saved: a value that it computes twice may be dead once."""
+    returned = (*joint.outputs, *(new for _, new in joint.mutations))
+    needed = {ref.index for ref in returned}
+    for index, value in reversed([*enumerate(joint.graph.values)]):
+        if index in needed:
+            needed.update(value.uses)
+    return needed
 
 
 def _class_names(analysis: Analysis) -> dict[int, tuple[str, ...]]:

@@ -63,6 +63,29 @@ def test_sums_are_not_run_again():
     assert counts["aten.mean"] == counts["aten.sub"] == counts["aten.sin"] == 0
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("saved", ["everything_saveable", "save_matmul_outputs"])
+def test_a_product_that_nobody_reads_is_not_saved_for_an_equal_one(saved):
+    """Where a function computes a value twice, what waits is one that its outputs need."""
+
+    def fun(x, w):
+        _unread = x @ w
+        return (x @ w).sin().sin()
+
+    region = remat(fun, policy=getattr(policies, saved))
+    args = (seeded(3, 4), seeded(4, 5, seed=1))
+
+    counts = count_after_a_trace(region, args)
+
+    assert counts["aten.mm"] == 1 + 2
+
+
+def count_after_a_trace(region, args):
+    """Operators of forward and backward, once they are traced."""
+    grads(region, args)
+    return count_operators(lambda: grads(region, args))
+
+
 def two_branches(x):
     """Two outputs that share nothing but the argument."""
     return x.sin().sin().sin(), x.exp().exp().exp()
