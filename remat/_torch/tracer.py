@@ -29,6 +29,7 @@ from remat._torch.trees import tensor_leaves
 _torch: Any = torch
 MULTI_HEAD: Any = torch.nn.functional.multi_head_attention_forward
 _DEVICE: Any = _torch.ops.prim.device.default
+_LU_SOLVE: Any = torch.ops.aten.linalg_lu_solve.default
 _tracing = threading.RLock()
 # () -> a context whose body is not recorded in the trace being made.
 unrecorded: Callable[[], contextlib.AbstractContextManager[Any]] = (
@@ -134,7 +135,24 @@ def make_fx(
     unrefused = _torch._dynamo.config.patch(error_on_nested_fx_trace=False)
     lazily = _use_lazy_graph_module(True)
     with lazily, unrefused, dynamo_as_before(), whole_graphs_in_parts():
-        return proxy_tensor.make_fx(run, dict(twins or {}), tracing_mode="real")(*args)
+        known = {_LU_SOLVE: _solve_of_one_batch, **(twins or {})}
+        return proxy_tensor.make_fx(run, known, tracing_mode="real")(*args)
+
+
+def _solve_of_one_batch(
+    factors: Tensor, pivots: Tensor, right: Tensor, **options: bool
+) -> Any:
+    """Gives each right side its own factors.
+
+    Where some dimensions of a batch are spread, as those of two maps are, torch takes the
+    factors of others. Obsolete when `vmap(vmap(torch.linalg.lu_solve))` is right.
+    """
+    batch = torch.broadcast_shapes(factors.shape[:-2], right.shape[:-2])
+    if factors.shape[:-2].numel() == 1 or factors.shape[:-2] == batch:
+        return NotImplemented
+    size = factors.shape[-2:]
+    spread = factors.expand(*batch, *size), pivots.expand(*batch, pivots.shape[-1])
+    return _LU_SOLVE(*spread, right.expand(*batch, *right.shape[-2:]), **options)
 
 
 def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:

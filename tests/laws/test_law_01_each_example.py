@@ -55,6 +55,35 @@ def test_a_group_norm_in_mixed_precision_per_example() -> None:
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
 
 
+def solve(matrix: Tensor, right: Tensor) -> Tensor:
+    return torch.linalg.solve(matrix, right)
+
+
+def solve_by_factors(matrix: Tensor, right: Tensor) -> Tensor:
+    factors, pivots = torch.linalg.lu_factor(matrix)
+    return torch.linalg.lu_solve(factors, pivots, right[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("fun", [solve, solve_by_factors])
+@pytest.mark.parametrize("argnum", [0, 1])
+def test_jacobians_of_a_solved_system_per_example(
+    fun: Callable[[Tensor, Tensor], Tensor], argnum: int
+) -> None:
+    """torch takes the factors of other examples where two maps leave a dimension between them."""
+    matrices = seeded(3, 5, 5) + 4 * torch.eye(5, dtype=torch.float64)
+    rights = seeded(3, 5, seed=1)
+    jacobian = torch.func.jacrev(remat(fun), argnum)
+
+    found = torch.func.vmap(jacobian)(matrices, rights)
+    found_for_one = torch.func.vmap(jacobian, (None, 0))(matrices[0], rights)
+
+    plain = torch.func.jacrev(fun, argnum)
+    each = zip(matrices, rights, strict=True)
+    assert_close(found, torch.stack([plain(*args) for args in each]))
+    first = [plain(matrices[0], right) for right in rights]
+    assert_close(found_for_one, torch.stack(first))
+
+
 def pulled_twice(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The gradient of a pullback's result."""
     return torch.func.grad(lambda x: torch.func.vjp(f, x)[1](x.sum())[0].sin().sum())
