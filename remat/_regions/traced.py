@@ -52,6 +52,7 @@ from remat._regions.functions import (
     mapped,
     pullback,
     pushforward,
+    tracked,
 )
 from remat._regions.opening import (
     is_differentiated_alike,
@@ -457,7 +458,9 @@ class TracedRegion:
     ) -> Function:
         size, randomness, dims = batch.size, batch.randomness, batch.dims
         kinds = (skip, are_apart, unmapped)
+        wants = [k for k, meta in enumerate(self.operands) if meta.requires_grad]
+        wanted = () if self.function.is_program else tuple(wants)
         return self.function.derive(
-            lambda f: mapped(f, outputs, batch, *kinds),
-            *("vmap", outputs, size, randomness, dims, *kinds),
+            lambda f: mapped(tracked(f, wanted), outputs, batch, *kinds),
+            *("vmap", outputs, size, randomness, dims, *kinds, wanted),
         )

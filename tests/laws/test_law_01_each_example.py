@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from remat import remat
 from tests.support import assert_close, seeded
@@ -82,6 +82,25 @@ def test_jacobians_of_a_solved_system_per_example(
     assert_close(found, torch.stack([plain(*args) for args in each]))
     first = [plain(matrices[0], right) for right in rights]
     assert_close(found_for_one, torch.stack(first))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_a_gradient_of_gradients_per_example_of_a_recurrent_cell(kind: Any) -> None:
+    """torch maps these only where a gradient is taken of what is mapped: it takes them apart."""
+    cell, x = kind(4, 4, dtype=torch.float64), seeded(3, 4)
+    weights = {name: each.detach() for name, each in cell.named_parameters()}
+
+    def step(weights: Any, x: Tensor) -> Tensor:
+        state = (x.sin(), x.cos()) if kind is nn.LSTMCell else x.sin()
+        returned = torch.func.functional_call(cell, weights, (x, state))
+        return returned[0] if isinstance(returned, tuple) else returned
+
+    def second(fun: Any) -> Any:
+        one = torch.func.grad(lambda w, x: fun(w, x[None]).square().sum(), argnums=1)
+        each = torch.func.vmap(one, (None, 0))
+        return torch.func.grad(lambda w: each(w, x).square().sum())(weights)
+
+    assert_close(second(remat(step)), second(step))
 
 
 def pulled_twice(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
