@@ -50,6 +50,14 @@ class Function:
     key: tuple[Hashable, ...] = ()
     #: Whether it is a program, or made from one: its derivatives are those of its operators.
     is_program: bool = False
+    #: Whether its gradients are made by the formulas that torch has for those that it records.
+    is_recorded: bool = False
+
+    def recorded(self) -> Function:
+        """The function whose gradients can be differentiated, also those of its programs."""
+        return dataclasses.replace(
+            self, is_recorded=True, key=(*self.key, ("recorded",))
+        )
 
     def of_program(self, graph: Graph) -> Function:
         """A program of this function as a function: each of its steps can be differentiated."""
@@ -57,7 +65,10 @@ class Function:
         numerics = self.numerics._replace(autocast=())
         nothing = contextlib.nullcontext[Roots]
         run = functools.partial(interpret, graph)
-        return Function(lambda _: run, nothing, numerics, self.backend, is_program=True)
+        found = Function(
+            lambda _: run, nothing, numerics, self.backend, is_program=True
+        )
+        return found.recorded() if self.is_recorded else found
 
     def derive(self, transform: Callable[[Flat], Flat], *step: Hashable) -> Function:
         """A function made from this one, under the switches of this one."""
@@ -86,6 +97,7 @@ class Function:
             backward_numerics=backward_numerics,
             gradients=gradients,
             is_program=self.is_program,
+            is_recorded=self.is_recorded,
         )
         with (
             tracer.one_trace_at_a_time(),

@@ -77,7 +77,8 @@ def reads_constants(
     gradient that is to be differentiated, and the program has the one that reads them.
     """
     joint = stages.joint
-    if has_first_order_formulas(forward_graph(joint, ())[0]):
+    is_first = has_first_order_formulas(forward_graph(joint, ())[0])
+    if is_first and not function.is_recorded:
         return True
     read = {k for value in joint.graph.values if value.is_backward for k in value.uses}
     parts = [k for k in parts_of_calls(joint.graph, operands) if k in read]
@@ -170,8 +171,14 @@ def opened_for(
     """
     region, found = call.region, levels.current_interpreter()
     level = 0 if found is None else found[1].level()
-    if level >= call.connected_below or (region.keeps and not save):
+    if level >= call.connected_below:
         return call, None
+    if region.keeps and not save:
+        is_reverse = found is not None and found[0] == "grad"
+        below = [levels.unwrap_at(each, level) for each in tensors]
+        if is_reverse and levels.is_differentiated_below(below):
+            region = region.recorded(call.roots)
+        return call if region is call.region else call.of(region), None
     wants = tuple(map(levels.requires_grad_anywhere, tensors))
     has_tangent = tuple(tangent is not None for tangent in tangents)
     if levels.is_pushed_below():

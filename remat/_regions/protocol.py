@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from torch import Tensor
 
@@ -102,6 +102,7 @@ class Region(Protocol):
     def forward(
         self, roots: Roots, save: bool
     ) -> Callable[[Sequence[Tensor], Numerics], Results]: ...
+    def recorded(self, roots: Roots) -> Region: ...
     def opened(
         self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
     ) -> Opened | None: ...
@@ -175,6 +176,10 @@ class WithoutProgram:
 
     def fast_path(self, roots: Roots, numerics: Numerics) -> None:
         """See `one_program`."""
+
+    def recorded(self, roots: Roots) -> Self:
+        """Itself: its gradients are made anew at each order."""
+        return self
 
     def opened(
         self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]

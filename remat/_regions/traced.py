@@ -264,6 +264,29 @@ class TracedRegion:
         return if_derivable(opened)
 
     @_once
+    def recorded(self, roots: Roots) -> TracedRegion:
+        """The region to call where its gradients are differentiated again.
+
+        Itself, but where these read numbers that torch gives no derivative. That one has other
+        gradients, by the formulas that torch takes for gradients to be differentiated.
+        """
+        function, operands = self.function, self.operands
+        if self.given is not None or function.is_recorded:
+            return self
+        graph = self.forward(roots, save=False).program.graph
+        if not may_read_constants(graph, operands):
+            return self
+        stages = if_derivable(lambda: self.stages(roots))
+        if stages is None or not reads_constants(function, roots, operands, stages):
+            return self
+        again = function.recorded()
+        joints = if_derivable(lambda: again.traced(roots, operands, self.states))
+        if joints is None:
+            return self
+        found = dataclasses.replace(self, function=again, origin=joints)
+        return found if found.is_transparent(roots) else self
+
+    @_once
     def is_transparent(self, roots: Roots) -> bool:
         """Whether its programs have the derivatives of the function."""
         if self.made_from is not None and not self.is_opened:

@@ -147,7 +147,7 @@ def _solve_of_one_batch(
     Where some dimensions of a batch are spread, as those of two maps are, torch takes the
     factors of others. Obsolete when `vmap(vmap(torch.linalg.lu_solve))` is right.
     """
-    batch = torch.broadcast_shapes(factors.shape[:-2], right.shape[:-2])
+    batch: Any = _torch.broadcast_shapes(factors.shape[:-2], right.shape[:-2])
     if factors.shape[:-2].numel() == 1 or factors.shape[:-2] == batch:
         return NotImplemented
     size = factors.shape[-2:]

@@ -66,6 +66,8 @@ class Request:
     #: Whether cotangents of no other layout than the outputs' are to be expected.
     like_outputs: bool = False
     gradients: bool = True  # whether to trace a backward at all
+    #: Whether the backward is to be differentiated: torch has other formulas for some.
+    is_recorded: bool = False
     #: Whether the function runs a program, which leaves no tensor anywhere.
     is_program: bool = False
     sizes: OpenSizes | None = None  # the symbols in what goes in, where some are open
@@ -220,7 +222,11 @@ class _TraceRun:
         if not wanted or not outputs:
             return [None] * len(operands)
         # The last backward frees the graph: torch 2.15 would keep it for good.
-        how = {"allow_unused": True, "retain_graph": layout is not self.layouts[-1]}
+        how = {
+            "allow_unused": True,
+            "retain_graph": layout is not self.layouts[-1],
+            "create_graph": self.request.is_recorded,
+        }
         found = iter(torch.autograd.grad(outputs, wanted, cotangents, **how))
         return [next(found) if each.requires_grad else None for each in operands]
 

@@ -105,6 +105,19 @@ def jacobian(p: Weights, x: Tensor) -> Tensor:
     return jacfwd(lambda x: (x @ p[0]).tanh())(x.sum(0))
 
 
+def solved(p: Weights, x: Tensor) -> Tensor:
+    """A system of equations, and how large its matrix is."""
+    matrix = p[0] @ p[0].mT + 2 * torch.eye(WIDTH, dtype=x.dtype)
+    size = torch.linalg.slogdet(matrix).logabsdet
+    return torch.linalg.solve(matrix, x.mT).mT.sin() * size
+
+
+def twice(p: Weights, x: Tensor) -> Tensor:
+    """What it computes twice it returns once."""
+    _unread = x @ p[0]
+    return (x @ p[0]).sin()
+
+
 FUNCTIONS: dict[str, Callable[[Weights, Tensor], Any]] = {
     "silu": lambda p, x: F.silu(x @ p[0]) @ p[1],
     "mish": lambda p, x: F.mish(x @ p[0]) @ p[1],
@@ -123,6 +136,9 @@ FUNCTIONS: dict[str, Callable[[Weights, Tensor], Any]] = {
     "slices in place": filled,
     "rows in place": filled_row_by_row,
     "batch_norm": batch_normed,
+    "solve": solved,
+    "cumprod": lambda p, x: (x @ p[0]).cumprod(-1).sin(),
+    "twice": twice,
     "jvp": pushed,
     "jacfwd": jacobian,
 }
@@ -146,6 +162,7 @@ IN_PARTS = {
     "rotary": "slice_backward",
     "slices in place": "slice_backward slice_scatter zeros",
     "rows in place": "select_backward select_scatter zeros",
+    "cumprod": "slice_backward select_backward",
 }
 #: In forward mode the weight of each class counts as one that may have a tangent. Where
 #: examples are mapped, each program makes the same indices or ones, and torch puts a slice
@@ -156,6 +173,7 @@ SMALL = {
     ("slices in place", "grad(vmap(grad))"): "arange gather scatter",
     ("rows in place", "grad(vmap(grad))"): "arange gather scatter",
     ("batch_norm", "grad(vmap(grad))"): "ones",
+    ("cumprod", "grad(grad(grad))"): "sum",
 }
 #: Copies, and tangents that are zeros.
 CHEAP = "clone zeros_like fill empty_like"
