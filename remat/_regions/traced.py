@@ -429,7 +429,7 @@ class TracedRegion:
             tangents = below.forward(roots, save=False)
             origin = pushed_forward(forward, tangents, below.every_view)
         else:
-            strict = self.is_opened
+            strict = self.is_opened and bool(self._differentiated)
             origin = function.outline(roots, operands, self.states, strict=strict)
         verify = self.verify and not is_given
         return Pushed(self._derive(function, operands, origin, verify=verify), moved)

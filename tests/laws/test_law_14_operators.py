@@ -121,6 +121,7 @@ def twice(p: Weights, x: Tensor) -> Tensor:
 FUNCTIONS: dict[str, Callable[[Weights, Tensor], Any]] = {
     "silu": lambda p, x: F.silu(x @ p[0]) @ p[1],
     "mish": lambda p, x: F.mish(x @ p[0]) @ p[1],
+    "glu": lambda p, x: F.glu(x @ p[0]) @ p[1].view(2, -1),
     "gated": gated,
     "softmax": attention,
     "cross_entropy": lambda p, x: F.cross_entropy(x @ p[0], x.argmax(-1)),
