@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from remat._graph import operators
-from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.numbering import same_outputs
 from remat._graph.values import Graph, Ref, prune
 from remat._partition.cut import backward_graph, cut, forward_graph
+from remat._partition.peak import peaks_of
 from remat._partition.stages import Stages
 from remat._regions.derived_forwards import moved_outputs
 from remat._regions.forwards import Forward
@@ -26,7 +26,7 @@ def is_differentiated_alike(
     roots: Roots,
     operands: tuple[TensorMeta, ...],
     forward: Forward,
-    joint: Joint,
+    stages: Stages,
     policy: AbstractPolicy,
 ) -> bool:
     """Whether the program of a function has the derivatives of the function.
@@ -34,8 +34,10 @@ def is_differentiated_alike(
     A user's `autograd.Function`, `no_grad` or `detach` shows in the gradients of the
     function, not in its program: both are traced, and compared value by value. Nor do
     regions inside show there. They bound the peak of what runs again (law 9), but for those
-    with the policy of the whole where that saves something.
+    with the policy of the whole, where that saves something and its backward holds about as
+    much without them.
     """
+    joint = stages.joint
     # To a value that the function detached, a gradient flows in the program.
     is_detached = not all(joint.differentiable[k] for k in moved_outputs(forward))
     if is_detached or forward.storages or forward.placements:
@@ -49,13 +51,22 @@ def is_differentiated_alike(
     again = if_derivable(
         lambda: program.traced(roots, operands, (), cotangents=joint.layout)
     )
-    if again is None:
+    if again is None or (repeats and _bound_more(stages, Stages.of(again, policy))):
         return False
     own, of_program = (
         dataclasses.replace(each.graph, outputs=each.gradients)
         for each in (joint, again[0])
     )
     return same_outputs(own, of_program)
+
+
+def _bound_more(own: Stages, whole: Stages) -> bool:
+    """Whether regions inside take more than a quarter, a heuristic, off a backward's peak."""
+    bounded, unbounded = (
+        peaks_of(each.joint, each.cut, each.saved_bytes).backward
+        for each in (own, whole)
+    )
+    return 4 * bounded < 3 * unbounded
 
 
 def may_read_constants(graph: Graph, operands: Sequence[TensorMeta]) -> bool:
@@ -76,12 +87,15 @@ def reads_constants(
     Such as the factors with which a system was solved: torch takes another formula for a
     gradient that is to be differentiated, and the program has the one that reads them.
     """
-    joint = stages.joint
+    joint, numbers = stages.joint, stages.analysis.numbers
     is_first = has_first_order_formulas(forward_graph(joint, ())[0])
     if is_first and not function.is_recorded:
         return True
-    read = {k for value in joint.graph.values if value.is_backward for k in value.uses}
-    parts = [k for k in parts_of_calls(joint.graph, operands) if k in read]
+    uses = (value.uses for value in joint.graph.values if value.is_backward)
+    # By their numbers: what a region inside reads, it has computed again.
+    read = {numbers[k] for each in uses for k in each}
+    read.intersection_update(numbers[k] for k in parts_of_calls(joint.graph, operands))
+    parts = sorted(stages.analysis.members[number] for number in read)
     if not parts:
         return False
     graph = dataclasses.replace(joint.graph, outputs=tuple(map(Ref, parts)))

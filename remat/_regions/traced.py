@@ -302,9 +302,8 @@ class TracedRegion:
         if not function.is_program:
             is_more = self.states or self.inputs or self.verify or self.is_open
             known = function, roots, operands, self.forward(roots, save=True)
-            if is_more or not is_differentiated_alike(
-                *known, stages.joint, self.policy
-            ):
+            policy = for_derived(self.policy)
+            if is_more or not is_differentiated_alike(*known, stages, policy):
                 return False
         return not reads_constants(function, roots, operands, stages)
 

@@ -4,6 +4,7 @@ Each function is a region, differentiated twice by nests of torch.func and of pl
 under policies that save different values of the backward and of tangents.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import grad, jvp, vjp, vmap
 from torch.utils._pytree import tree_map_only
 
-from remat import policies, random, remat, storage
+from remat import checkpoint_name, policies, random, remat, storage
 from tests.laws.derivatives import TORCH
 from tests.laws.nests import NESTS, loss
 from tests.support import assert_close, in_turn, seeded
@@ -114,7 +115,7 @@ def normalized_without_gradient(w: Tensor, x: Tensor) -> Tensor:
 
 def solved(w: Tensor, x: Tensor) -> Tensor:
     """A system of equations: autograd has another formula for a gradient's gradient."""
-    return torch.linalg.solve(w @ w.mT + torch.eye(WIDTH), x.mT).mT
+    return torch.linalg.solve(w + 3 * torch.eye(WIDTH), x.mT).mT
 
 
 FUNCTIONS: dict[str, Unit] = {
@@ -163,6 +164,25 @@ def assert_alike(run: Callable[[Unit], Any], f: Unit, policy: str) -> None:
 def test_second_derivatives_by_torch_func(name: str, nest: str, policy: str) -> None:
     """Of smooth operators, of draws, of what changes in place, and of the user's own rules."""
     assert_alike(lambda f: NESTS[nest](TORCH, f, W, X), FUNCTIONS[name], policy)
+
+
+@pytest.mark.parametrize(("name", "nest"), in_turn(FUNCTIONS, SECOND_ORDER))
+def test_second_derivatives_of_regions_of_one_policy(name: str, nest: str) -> None:
+    """Two in one that saves what is between them: it reads what they have computed again."""
+    region = functools.partial(remat, policy=policies.save_only_these_names("between"))
+
+    def in_turns(f: Unit) -> Unit:
+        return lambda w, x: f(w, checkpoint_name(f(w, x), "between").sin())
+
+    f = FUNCTIONS[name]
+    whole = region(in_turns(region(f)))
+    found = outcome(lambda: NESTS[nest](TORCH, whole, W, X))
+    expected = outcome(lambda: NESTS[nest](TORCH, in_turns(f), W, X))
+
+    if isinstance(expected, type):
+        assert found is expected
+    else:
+        assert_close(found, expected)
 
 
 def of_pull(read: Callable[[Any, Tensor], Tensor]) -> Callable[[Unit], Any]:

@@ -8,6 +8,7 @@ everything / a / b: under outer nothing 4/3/3/4, everything 0/0/0/0, a 1/1/1/1,
 b 2/2/2/2."
 """
 
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -194,28 +195,49 @@ def test_inner_regions_bound_the_peak_of_the_outer_recomputation():
     assert grouped <= 30
 
 
-def test_inner_regions_of_another_policy_bound_second_derivatives():
-    """As they do first ones; regions of its own policy are one with it."""
-    x = seeded(1 << 10)
+def six(x):
+    """Six operators, the last of them named."""
+    return checkpoint_name(x.sin().exp().sin().cos().tanh().sin(), "part")
 
-    def part(x):
-        return checkpoint_name(x.sin().exp().sin(), "part")
 
-    def peak(inner):
-        def stack(x):
-            for _ in range(8):
-                x = inner(x)
-            return x
+def peak_of_second_derivative(inner, policy, first=lambda x: x):
+    """Of eight functions in a region, in tensors as large as the argument."""
 
-        region = remat(stack, policy=policies.save_only_these_names("part"))
-        run = grad(lambda x: grad(lambda x: region(x).sum())(x).sum())
+    def stack(x):
+        x = first(x)
+        for _ in range(8):
+            x = inner(x)
+        return x
+
+    region, x = remat(stack, policy=policy), seeded(1 << 10)
+    run = grad(lambda x: grad(lambda x: region(x).sum())(x).sum())
+    run(x)
+    with LiveBytes() as memory:
         run(x)
-        with LiveBytes() as memory:
-            run(x)
-        return memory.peak / x.untyped_storage().nbytes()
+    return memory.peak / x.untyped_storage().nbytes()
 
-    named = remat(part, policy=policies.save_only_these_names("part"))
-    assert peak(remat(part)) < peak(named) == peak(part)
+
+def test_inner_regions_of_another_policy_bound_second_derivatives():
+    """As they do first ones; regions of its own policy, which saves each, are one with it."""
+    policy = policies.save_only_these_names("part")
+    peak = functools.partial(peak_of_second_derivative, policy=policy)
+
+    assert peak(remat(six)) < peak(remat(six, policy=policy)) == peak(six)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [policies.save_only_these_names("first"), policies.budget(1 << 14)],
+    ids=["one value", "a budget"],
+)
+def test_inner_regions_bound_second_derivatives_where_they_bound_first(policy):
+    """Those of its own policy, too, where that saves less than each of them computes."""
+    first = functools.partial(checkpoint_name, name="first")
+    peak = functools.partial(
+        peak_of_second_derivative, policy=policy, first=lambda x: first(x.sin())
+    )
+
+    assert 2 * peak(remat(six, policy=policy)) < peak(six)
 
 
 def test_the_same_function_inside_and_outside():
