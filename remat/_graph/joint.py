@@ -55,7 +55,7 @@ class Joint:
     mutations: tuple[tuple[int, Ref], ...]
     #: Generator states that the forward's draws started from, in order.
     states: tuple[Ref, ...]
-    #: Whether a user's `autograd.Function` says how to differentiate a part of it.
+    #: Whether a user's `autograd.Function` or hook says how to differentiate a part of it.
     is_custom: bool = False
     #: Of the regions inside.
     policies: frozenset[Any] = frozenset()

@@ -58,7 +58,7 @@ class Program:
     num_cotangents: int = 0  # of a backward, how many of its last inputs are cotangents
     #: Whether it takes what the program before it in a backward has recomputed.
     is_borrowing: bool = False
-    #: Whether a user's `autograd.Function` says how to differentiate a part of it.
+    #: Whether a user's `autograd.Function` or hook says how to differentiate a part of it.
     is_custom: bool = False
     #: Of a forward, the policy of its region and those of the regions inside.
     policies: frozenset[Any] = frozenset()

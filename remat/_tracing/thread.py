@@ -59,7 +59,8 @@ class Running:
         self.aside: dict[int, Tensor] = {}
         #: Where a view that has a gradient was reshaped in place first.
         self.reshapes = ""
-        #: Whether a user's `autograd.Function` has run, in a region inside or outside of one.
+        #: Whether a user's `autograd.Function` has run, or a hook was registered, in a region
+        #: inside or outside of one.
         self.is_custom = False
         self.policies: frozenset[Any] = frozenset()  # of regions inside
         self.inner: dict[Hashable, Any] = {}  # what is known of regions inside
@@ -319,6 +320,7 @@ class UserCalls(TorchFunctionMode):
             and tensors.is_view(args[0])
         ):
             running.reshapes = running.reshapes or user_line()
+        running.is_custom |= func is Tensor.register_hook
         args, kwargs = trees.map_tensors(lift, (args, kwargs))
         if any(map(trees.is_array, trees.flatten(args)[0])):
             raise refusals.from_array(function_name(func) or "tensor")

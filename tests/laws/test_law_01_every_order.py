@@ -118,6 +118,14 @@ def solved(w: Tensor, x: Tensor) -> Tensor:
     return torch.linalg.solve(w + 3 * torch.eye(WIDTH), x.mT).mT
 
 
+def hooked(w: Tensor, x: Tensor) -> Tensor:
+    """A gradient that a hook makes a constant of."""
+    h = x @ w
+    if h.requires_grad:
+        h.register_hook(torch.detach)
+    return torch.tanh(h) @ w
+
+
 FUNCTIONS: dict[str, Unit] = {
     "layer_norm": lambda w, x: F.layer_norm(x @ w, (WIDTH,), w[0].cos(), w[1]),
     "attention": attention,
@@ -132,6 +140,7 @@ FUNCTIONS: dict[str, Unit] = {
     "in_place": in_place,
     "autograd.Function": lambda w, x: Cubed.apply(torch.tanh(x @ w)) @ w,
     "no_grad": normalized_without_gradient,
+    "hook": hooked,
     "detach": lambda w, x: torch.tanh(x @ w) * (x @ w).detach().sin(),
     "once_differentiable": lambda w, x: CubedOnce.apply(torch.tanh(x @ w)) @ w,
 }
