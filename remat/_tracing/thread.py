@@ -320,7 +320,7 @@ class UserCalls(TorchFunctionMode):
             and tensors.is_view(args[0])
         ):
             running.reshapes = running.reshapes or user_line()
-        running.is_custom |= func is Tensor.register_hook
+        running.is_custom |= func is Tensor.register_hook  # pyright: ignore[reportUnknownMemberType]
         args, kwargs = trees.map_tensors(lift, (args, kwargs))
         if any(map(trees.is_array, trees.flatten(args)[0])):
             raise refusals.from_array(function_name(func) or "tensor")
