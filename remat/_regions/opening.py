@@ -190,7 +190,9 @@ def opened_for(
     if region.keeps and not save:
         is_reverse = found is not None and found[0] == "grad"
         below = [levels.unwrap_at(each, level) for each in tensors]
-        if is_reverse and levels.is_differentiated_below(below):
+        # With autograd alone below, as for a loss of gradients, bits are those of `.backward()`.
+        wants = levels.is_pushed_below() or any(map(levels.is_wanted_by_func, below))
+        if is_reverse and wants:
             region = region.recorded(call.roots)
         return call if region is call.region else call.of(region), None
     wants = tuple(map(levels.requires_grad_anywhere, tensors))

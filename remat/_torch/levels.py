@@ -195,6 +195,16 @@ def requires_grad_anywhere(tensor: Tensor) -> bool:
         return requires_grad_anywhere(functorch.get_unwrapped(tensor))
 
 
+def is_wanted_by_func(tensor: Tensor) -> bool:
+    """Whether some level of torch.func's reverse mode wants a gradient; autograd's is none."""
+    with without_torch_function():
+        while is_wrapped(tensor):
+            if tensor.requires_grad:
+                return True
+            tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
 def is_wanted_around(tensor: Tensor) -> bool:
     """Whether a level of reverse mode that has been left, around a region, wants a gradient."""
     top: Any = functorch.peek_interpreter_stack()
