@@ -148,6 +148,8 @@ class Batch(NamedTuple):
     #: The mapped dimension of each physical tensor, None where it has none.
     dims: tuple[int | None, ...]
     metas: tuple[TensorMeta, ...]  # the metadata of the physical tensors
+    #: Whether a level above takes a gradient, which shows in the function; one below does not.
+    is_tracked: bool = True
 
 
 class Pull(NamedTuple):

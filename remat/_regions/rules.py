@@ -268,16 +268,20 @@ def _run_under_vmap(
         # Nothing new is drawn: the draws repeat those made outside this level.
         randomness = "same"
     draws_apart = randomness != "same" and region.num_draws > 0
+    is_tracked = save
     if levels.is_differentiated_below(tensors):
         call, opened = opened_for(call, tensors, save)
-        if opened is not None:
+        if opened is not None and opened.region is not region:
             return _run_opened(call, opened, tensors)
+        if opened is not None:
+            call, save = call._replace(is_borrowing=True), False
     with interpreter.lower():
         if all(dim is None for dim in dims) and not draws_apart:
             return run(call, physical, save)
         pairs = zip(physical, map(levels.requires_grad_anywhere, physical), strict=True)
         metas = tuple(TensorMeta.of_whole(t, requires_grad=wants) for t, wants in pairs)
-        batch = Batch(interpreter.batch_size(), randomness, dims, metas)
+        size = interpreter.batch_size()
+        batch = Batch(size, randomness, dims, metas, is_tracked)
         batched = region.batched(roots, batch, save)
         below = call.of(batched.region)
         if region.keeps and not save:

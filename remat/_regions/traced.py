@@ -481,7 +481,8 @@ class TracedRegion:
         size, randomness, dims = batch.size, batch.randomness, batch.dims
         kinds = (skip, are_apart, unmapped)
         wants = [k for k, meta in enumerate(self.operands) if meta.requires_grad]
-        wanted = () if self.function.is_program else tuple(wants)
+        is_tracked = batch.is_tracked and not self.function.is_program
+        wanted = tuple(wants) if is_tracked else ()
         return self.function.derive(
             lambda f: mapped(tracked(f, wanted), outputs, batch, *kinds),
             *("vmap", outputs, size, randomness, dims, *kinds, wanted),

@@ -142,17 +142,22 @@ def make_fx(
 def _solve_of_one_batch(
     factors: Tensor, pivots: Tensor, right: Tensor, **options: bool
 ) -> Any:
-    """Gives each right side its own factors.
+    """Gives each right side its own factors, in one batch.
 
-    Where some dimensions of a batch are spread, as those of two maps are, torch takes the
-    factors of others. Obsolete when `vmap(vmap(torch.linalg.lu_solve))` is right.
+    Where some dimensions of a batch are spread, left out or of size one, as those of two maps
+    are, torch takes the factors of others. Obsolete when `vmap(vmap(torch.linalg.lu_solve))` is
+    right, and `lu_solve` of a batch to which `unsqueeze` gave a last dimension.
     """
-    batch: Any = _torch.broadcast_shapes(factors.shape[:-2], right.shape[:-2])
-    if factors.shape[:-2].numel() == 1 or factors.shape[:-2] == batch:
+    matrices = factors.shape[:-2]
+    batch: Any = _torch.broadcast_shapes(matrices, right.shape[:-2])
+    # One matrix for all right sides stays one.
+    own = (1,) * len(batch) if matrices.numel() == 1 else batch
+    if len(batch) < 2 and matrices == own and right.shape[:-2] == batch:
         return NotImplemented
-    size = factors.shape[-2:]
-    spread = factors.expand(*batch, *size), pivots.expand(*batch, pivots.shape[-1])
-    return _LU_SOLVE(*spread, right.expand(*batch, *right.shape[-2:]), **options)
+    spread = factors.mT.expand(*own, *factors.shape[-2:]).flatten(0, -3).mT
+    swaps = pivots.expand(*own, pivots.shape[-1]).flatten(0, -2)
+    sides = right.expand(*batch, *right.shape[-2:])
+    return _LU_SOLVE(spread, swaps, sides.flatten(0, -3), **options).view_as(sides)
 
 
 def functionalized(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -84,6 +84,63 @@ def test_jacobians_of_a_solved_system_per_example(
     assert_close(found_for_one, torch.stack(first))
 
 
+@pytest.mark.parametrize("solve_many", [False, True])
+@pytest.mark.parametrize("adjoint", [False, True])
+def test_hessians_of_a_solved_system_per_example(
+    solve_many: bool, adjoint: bool
+) -> None:
+    """The map of a Jacobian of one row gives the right sides a dimension that factors lack."""
+
+    def solved(right: Tensor, matrix: Tensor) -> Tensor:
+        factors, pivots = torch.linalg.lu_factor(matrix)
+        columns = right.sin()[:, None] * right if solve_many else right.sin()[:, None]
+        return torch.linalg.lu_solve(factors, pivots, columns, adjoint=adjoint)
+
+    def hessian(fun: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        return torch.func.hessian(lambda right, matrix: fun(right, matrix).sum())
+
+    matrices = seeded(4, 3, 3) + 4 * torch.eye(3, dtype=torch.float64)
+    rights = seeded(4, 3, seed=1)
+
+    found = torch.func.vmap(hessian(remat(solved)))(rights, matrices)
+
+    each = zip(rights, matrices, strict=True)
+    assert_close(found, torch.stack([hessian(solved)(*args) for args in each]))
+
+
+def test_a_map_hides_from_a_function_what_is_differentiated_below_it() -> None:
+    """As without a region: it may ask, and torch chooses operators by it."""
+
+    def asks(w: Tensor, x: Tensor) -> Tensor:
+        h = x @ w
+        return h.sin() if h.requires_grad else h.cos()
+
+    def gradient(fun: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        w, x = seeded(4, 4), seeded(3, 2, 4, seed=1)
+        return torch.func.grad(lambda w: torch.func.vmap(fun, (None, 0))(w, x).sum())(w)
+
+    assert_close(gradient(remat(asks)), gradient(asks))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.RNNCell])
+def test_a_gradient_of_two_maps_of_a_recurrent_cell(kind: Any) -> None:
+    """Between two maps torch has rules for these as they are, not for their parts."""
+    cell, w = kind(4, 4, dtype=torch.float64).requires_grad_(False), seeded(2, 4, 4)
+    vmap = torch.func.vmap
+
+    def gradient(step: Any) -> Tensor:
+        def total(x: Tensor) -> Tensor:
+            return vmap(lambda w: vmap(step, (None, 0))(w, x))(w).sin().sum()
+
+        return torch.func.grad(total)(seeded(3, 4, 4, seed=1))
+
+    def step(w: Tensor, x: Tensor) -> Any:
+        return cell(x @ w, x.sin())
+
+    assert_close(gradient(remat(step)), gradient(step))
+
+
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_a_gradient_of_gradients_per_example_of_a_recurrent_cell(kind: Any) -> None:
     """torch maps these only where a gradient is taken of what is mapped: it takes them apart."""
