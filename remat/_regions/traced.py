@@ -63,6 +63,7 @@ from remat._regions.opening import (
 )
 from remat._regions.protocol import Asked, Batched, Opened, Pushed
 from remat._switches.numerics import Numerics
+from remat._torch.taking_functions import Applied
 from remat.policies import AbstractPolicy, nothing_saveable
 from remat.policies._budget import for_derived
 from remat.storage import AbstractStorage, Keep
@@ -445,7 +446,7 @@ class TracedRegion:
         given, dims = mapped_forward(forward, batch)
         unmapped = frozenset(k for k in range(forward.shape[0]) if dims[k] is None)
         function = self._mapped(
-            self.chosen, batch, skip, are_apart=True, unmapped=unmapped
+            *(roots, self.chosen, batch, skip), are_apart=True, unmapped=unmapped
         )
         return Batched(self._derive(function, batch.metas[skip:], given), dims)
 
@@ -453,7 +454,7 @@ class TracedRegion:
         """Where reverse mode is taken below the map: the policy sees batched values."""
         graph = self.forward(roots, save=False).program.graph
         unmapped = unmapped_outputs(graph, len(self.chosen), batch.dims)
-        function = self._mapped(self.chosen, batch, 0, unmapped=unmapped)
+        function = self._mapped(roots, self.chosen, batch, 0, unmapped=unmapped)
         joints = function.outline(roots, batch.metas, self.states)
         region = self._derive(function, batch.metas, joints)
         written = [operand for operand, _ in joints[0].mutations]
@@ -463,7 +464,7 @@ class TracedRegion:
     @_once
     def mapped_whole(self, roots: Roots, batch: Batch) -> TracedRegion:
         """The region of the mapped function that returns views too, all mapped over dimension 0."""
-        function = self._mapped(None, batch, 0)
+        function = self._mapped(roots, None, batch, 0)
         joints = function.traced(roots, batch.metas, ())
         return TracedRegion(
             function, batch.metas, self.policy, joints, calls=self.calls
@@ -471,6 +472,7 @@ class TracedRegion:
 
     def _mapped(
         self,
+        roots: Roots,
         outputs: tuple[int, ...] | None,
         batch: Batch,
         skip: int,
@@ -480,9 +482,11 @@ class TracedRegion:
     ) -> Function:
         size, randomness, dims = batch.size, batch.randomness, batch.dims
         kinds = (skip, are_apart, unmapped)
-        wants = [k for k, meta in enumerate(self.operands) if meta.requires_grad]
-        is_tracked = batch.is_tracked and not self.function.is_program
-        wanted = tuple(wants) if is_tracked else ()
+        values = self.forward(roots, save=False).program.graph.values
+        # torch maps operators that take functions, and has no rule for them below a map.
+        takes_functions = any(isinstance(value.op, Applied) for value in values)
+        is_whole = self.function.is_program or takes_functions
+        wanted = self._differentiated if batch.is_tracked and not is_whole else ()
         return self.function.derive(
             lambda f: mapped(tracked(f, wanted), outputs, batch, *kinds),
             *("vmap", outputs, size, randomness, dims, *kinds, wanted),
