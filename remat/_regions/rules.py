@@ -274,6 +274,7 @@ def _run_under_vmap(
         if opened is not None and opened.region is not region:
             return _run_opened(call, opened, tensors)
         if opened is not None:
+            # It saves nothing, and is opened as it is; the function still shows what is above.
             call, save = call._replace(is_borrowing=True), False
     with interpreter.lower():
         if all(dim is None for dim in dims) and not draws_apart:

@@ -76,7 +76,9 @@ def test_func_grad_gives_backward_bits(name):
 
 @pytest.mark.contract
 @pytest.mark.parametrize("policy", ["everything", *swept(["nothing", "matmuls"])])
-@pytest.mark.parametrize("name", daily({name: name for name in NAMES}, CORE))
+@pytest.mark.parametrize(
+    "name", daily({name: name for name in NAMES}, CORE | {"cumulative"})
+)
 def test_func_grad_gives_the_same_bits_where_levels_below_may_differentiate(
     name, policy
 ):
