@@ -91,7 +91,10 @@ CASES = [
 
 def is_daily(name, transform):
     """Whether a case is tried each time: `vmap_grad` of all, and what the core is there for."""
-    return transform == "vmap_grad" or (name in CORE and transform not in REPEATED)
+    if transform == "vmap_grad":
+        return True
+    # `test_law_01_transforms.py` has all transforms of attention.
+    return name in CORE - {"attention_math"} and transform not in REPEATED
 
 
 @pytest.mark.parametrize(

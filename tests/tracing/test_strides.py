@@ -12,7 +12,7 @@ from torch.func import grad, jvp, vmap
 
 from remat import remat
 from remat._torch import fakes
-from tests.support import assert_bitwise, assert_close, grads, seeded
+from tests.support import assert_bitwise, assert_close, grads, seeded, swept
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
 
@@ -53,7 +53,9 @@ ALIKE = {
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, *swept([torch.float16])]
+)
 @pytest.mark.parametrize(
     "function", (TWO_LAYOUTS | ALIKE).values(), ids=TWO_LAYOUTS | ALIKE
 )
