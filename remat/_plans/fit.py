@@ -25,7 +25,7 @@ from remat._plans.recording import (
     require_no_transform,
     without_data,
 )
-from remat._plans.shares import PeakLimit, Search, Shares
+from remat._plans.shares import PeakLimit, Search, Shares, show_gap
 from remat._plans.tiles import TilesRow, with_tiles
 from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._switches.blocks import standing_in
@@ -87,12 +87,15 @@ class Fit:
         timeline: what lives in the step.
         beside: the points beside this one, which recompute less and more.
         tiles: the functions that are to run in more tiles than they do.
+        gap: the fraction of what is recomputed, in the unit of `costs`, by which the best of
+            the budgets that the regions may have in these tiles could be cheaper.
     """
 
     rows: tuple[FitRow, ...]
     timeline: Timeline
     beside: str = ""
     tiles: tuple[TilesRow, ...] = ()
+    gap: float = 0.0
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -121,9 +124,9 @@ class Fit:
             row.apply()
 
     def __str__(self) -> str:
-        """A line for each region and each number of tiles, the peak, and the points beside."""
+        """A line for each region and each number of tiles, the peak, and what is beside."""
         rows = map(str, (*self.rows, *self.tiles))
-        parts = [*rows, str(self.timeline), self.beside]
+        parts = [*rows, str(self.timeline), show_gap(self.gap), self.beside]
         return "\n".join(filter(None, parts))
 
 
@@ -224,7 +227,7 @@ def fit(
             )
             for places in shares.units
         ]
-        return Fit(tuple(rows), found, search.neighbors, tiles)
+        return Fit(tuple(rows), found, search.neighbors, tiles, search.gap)
 
     return fitted
 

@@ -79,6 +79,8 @@ class Search:
     found: Sequence[Plan]
     limit: int  # the most that may live at one moment
     peak: int  # the most that lives at one moment by them
+    #: No budgets that were offered recompute less within the limit; 0 if nothing fits.
+    lower_bound: int = 0
     #: A line for the lowest peak of plans that recompute a hundredth less, and one for the
     #: least recomputation with a peak so much lower, where there are such.
     neighbors: str = ""
@@ -92,6 +94,11 @@ class Search:
     def cost(self) -> int:
         """What the plans recompute, in the unit of their costs."""
         return sum(each.recompute_cost for each in self.found)
+
+    @property
+    def gap(self) -> float:
+        """The fraction of the cost by which the best of these budgets could be cheaper."""
+        return (self.cost - self.lower_bound) / self.cost if self.cost else 0.0
 
     def is_better_than(self, other: Search) -> bool:
         """Whether it is clearly nearer to the limit, or within it recomputes clearly less."""
@@ -223,33 +230,39 @@ class Shares:
 
         def taken(
             peak: float, cost: float = np.inf, soft: int | None = None
-        ) -> list[Plan] | None:
+        ) -> tuple[list[Plan], int] | None:
             limits = [cost, total, *(peak - each for each in loads.fixed)]
             found = program.take(limits, soft, _NODES)
             if found is None:
                 return None
-            return self._plans([points[k][1] for k in np.flatnonzero(found)])
+            sizes = [points[k][1] for k in np.flatnonzero(found.counts)]
+            return self._plans(sizes), found.lower_bound
 
-        found = taken(limit) or taken(limit, soft=2)
-        if found is None:  # the bytes in all are too few, which the split says
-            found = self.split(int(total))
+        best = taken(limit) or taken(limit, soft=2)
+        # Where there is none the bytes in all are too few, which the split says.
+        found, lower_bound = best or (self.split(int(total)), 0)
         peak = loads.peak(found)
-        search = Search(found, limit, peak)
+        search = Search(found, limit, peak, lower_bound)
         if not search.fits:
             return search
         cost = search.cost
         cheaper = taken(limit, (1 - _APART) * cost, soft=2) if cost else None
         dearer = taken((1 - _APART) * peak) or taken(limit, soft=2)
-        if dearer is not None and loads.peak(dearer) >= peak:
+        if dearer is not None and loads.peak(dearer[0]) >= peak:
             dearer = None
         beside = {"cheaper": cheaper, "dearer": dearer}
-        lines = [_shown(name, each, loads) for name, each in beside.items() if each]
+        lines = [_shown(name, each[0], loads) for name, each in beside.items() if each]
         return dataclasses.replace(search, neighbors="\n".join(lines))
 
     def _column(self, unit: int, size: int, point: Share, loads: Loads) -> list[int]:
         """What a budget of a unit costs, saves, and adds at each moment."""
         added = [loads.added(k, self.plan(k, size)) for k in self.units[unit]]
         return [point.cost, point.saved_bytes, *map(sum, zip(*added, strict=True))]
+
+
+def show_gap(gap: float) -> str:
+    """The line that says how far a choice may be from the best."""
+    return f"recomputes at most {gap:.2%} above the best of these budgets"
 
 
 def _shown(name: str, plans: Sequence[Plan], loads: Loads) -> str:

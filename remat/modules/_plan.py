@@ -13,7 +13,7 @@ from remat._errors import BudgetError, require_type
 from remat._graph.meta import TensorMeta
 from remat._plans.plan import Plan
 from remat._plans.recording import Recording
-from remat._plans.shares import Loads, PeakLimit, Search, Shares
+from remat._plans.shares import Loads, PeakLimit, Search, Shares, show_gap
 from remat._plans.tiles import TilesRow, run_in, with_tiles
 from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._torch import trees
@@ -60,6 +60,8 @@ class ModulePlan:
         beside: the points beside this one, which recompute less and more, where there was
             a limit of the peak.
         tiles: the functions that run in more tiles than before, likewise.
+        gap: the fraction of what is recomputed, in the unit of `costs`, by which the best of
+            the budgets that the blocks may have in these tiles could be cheaper, likewise.
     """
 
     rows: tuple[ModulePlanRow, ...]
@@ -67,6 +69,7 @@ class ModulePlan:
     timeline: Timeline | None = None
     beside: str = ""
     tiles: tuple[TilesRow, ...] = ()
+    gap: float | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -108,7 +111,8 @@ class ModulePlan:
         total = f"all: {saved}, {self.recompute_flops:.3g} FLOPs"
         lines += [*map(str, self.tiles), total, f"held: {held}, {peak}"]
         moments = [] if self.timeline is None else [str(self.timeline)]
-        return "\n".join([*lines, *moments, *filter(None, [self.beside])])
+        gap = "" if self.gap is None else show_gap(self.gap)
+        return "\n".join([*lines, *moments, *filter(None, [gap, self.beside])])
 
 
 def _saved_in_block(found: Plan) -> str:
@@ -247,11 +251,11 @@ def _search(
     planners = [each.planner(bound) for each in blocks]
     shares = Shares(planners, regions, where, is_rough=is_rough)
 
-    def planned(plans: Sequence[Plan], total: int, beside: str = "") -> ModulePlan:
+    def planned(plans: Sequence[Plan], total: int) -> ModulePlan:
         rows = tuple(_row_of(blocks, place, found) for place, found in enumerate(plans))
         names = [each.name for each in rows]
         moments = None if recording is None else timeline(recording, names, plans)
-        return ModulePlan(rows, total, moments, beside)
+        return ModulePlan(rows, total, moments)
 
     size = bound.size
     if isinstance(size, float):
@@ -268,7 +272,8 @@ def _search(
     search = shares.within(most.of(shares, loads, given, there), loads, size)
     saved = sum(each.saved_bytes for each in search.found)
     total = saved if size is None else size
-    return search, planned(search.found, total, search.neighbors)
+    chosen = planned(search.found, total)
+    return search, dataclasses.replace(chosen, beside=search.neighbors, gap=search.gap)
 
 
 def _over(limit: int, chosen: ModulePlan) -> BudgetError:

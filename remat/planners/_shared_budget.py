@@ -5,6 +5,7 @@ Problems, 2004, chapter 11), solved as an integer program. Equal programs that a
 their sum alone share variables that count them, because symmetry is what makes it hard.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -29,6 +30,20 @@ class Share:
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """What was taken within some limits.
+
+    Attributes:
+        counts: how often each point is.
+        lower_bound: nothing within the limits costs less; 0 where costs did not decide.
+    """
+
+    counts: Any
+    lower_bound: int
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
 class MultipleChoice:
     """Points of which a number is taken of each kind, while sums over what is taken are bounded.
 
@@ -46,8 +61,8 @@ class MultipleChoice:
 
     def take(
         self, limits: Sequence[float], soft: int | None = None, nodes: int | None = None
-    ) -> Any | None:
-        """How often each point is taken, so that costs are least and each sum within its limit.
+    ) -> Taken | None:
+        """Takes points so that costs are least and each sum is within its limit.
 
         From the sum `soft` on limits may be exceeded; then the largest excess is least, and not
         the costs. `nodes` is how often HiGHS may branch. None where nothing is within the limits.
@@ -55,15 +70,18 @@ class MultipleChoice:
         allowed = np.array(limits, dtype=float)
         # The unit in which HiGHS is told each sum.
         units = np.maximum(1.0, np.abs(self.loads).max(axis=1)) / 1e3
+        lower_bound = 0
         for attempt in range(_TRIES):
             taken = self._solved(allowed, units.copy(), soft, nodes)
             if taken is None:
                 return None
-            over = np.maximum(self.loads @ taken - limits, 0)
+            if attempt == 0:  # later ones have tighter limits than were asked for
+                lower_bound = taken.lower_bound
+            over = np.maximum(self.loads @ taken.counts - limits, 0)
             if soft is not None:
                 over[soft:] = 0
             if not over.any():
-                return taken
+                return Taken(taken.counts, lower_bound)
             # HiGHS counts in floating point, and can be over by a part in a million.
             least = units * 10.0 ** (attempt - 6)
             allowed -= np.where(over > 0, np.maximum(over, least), 0)
@@ -71,8 +89,9 @@ class MultipleChoice:
 
     def _solved(
         self, limits: Any, unit: Any, soft: int | None, nodes: int | None
-    ) -> Any | None:
-        costs = np.append(self.costs / max(1.0, self.costs.max()), 0.0)
+    ) -> Taken | None:
+        unit_of_costs = max(1.0, self.costs.max())
+        costs = np.append(self.costs / unit_of_costs, 0.0)
         # The last variable is by how much limits are exceeded.
         excess, most_excess = np.zeros(len(limits)), 0.0
         if soft is not None:
@@ -103,7 +122,11 @@ class MultipleChoice:
         )
         if result.x is None and result.status == _LIMIT_REACHED:
             return self._solved(limits, unit, soft, None)
-        return None if result.x is None else np.rint(result.x[:-1]).astype(np.int64)
+        if result.x is None:
+            return None
+        counts = np.rint(result.x[:-1]).astype(np.int64)
+        least = 0.0 if soft is not None else result.mip_dual_bound * unit_of_costs
+        return Taken(counts, max(0, math.floor(min(least, self.costs @ counts))))
 
 
 def share(
@@ -157,5 +180,5 @@ def share(
             np.repeat(np.arange(len(own)), times).tolist(),
             key=lambda p, own=own: own[p].saved_bytes,
         )
-        for own, times in zip(frontiers, np.split(taken, ends), strict=True)
+        for own, times in zip(frontiers, np.split(taken.counts, ends), strict=True)
     ]

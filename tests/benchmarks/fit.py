@@ -48,6 +48,7 @@ class Line:
     tensors: int
     allocated: int
     cost: int
+    gap: float  # by how much of it the best of the budgets could be cheaper
     drawn: int | None  # the least of random configurations, None where none fits
 
     @property
@@ -133,8 +134,8 @@ class Case:
         drawn = _Drawn(*seen[0]).within
         return cls(model, costs, optimizer, limits, drawn, *seen[0])
 
-    def plan(self, limit: int) -> tuple[int, int]:
-        """Keeps the step to a limit; its predicted peak, and what is recomputed."""
+    def plan(self, limit: int) -> tuple[int, int, float]:
+        """Keeps the step to a limit; its predicted peak, what is recomputed, and the gap."""
         return self.model.plan(limit, self.optimizer, self.costs)
 
     def step(self) -> None:
@@ -148,11 +149,11 @@ def measured(name: str, costs: str) -> Iterator[Line]:
     """A model under its limits."""
     found = Case.of(name, costs)
     for limit in found.limits:
-        predicted, cost = found.plan(limit)
+        predicted, cost, gap = found.plan(limit)
         sizes = _bytes_of_step(found)
         drawn = [sum(p.recompute_cost for p in each) for each in found.drawn(limit)]
         least = min(drawn, default=None)
-        yield Line(name, costs, limit, predicted, *sizes, cost, least)
+        yield Line(name, costs, limit, predicted, *sizes, cost, gap, least)
 
 
 def _lowest(model: Model, optimizer: torch.optim.Optimizer, costs: str) -> int:
@@ -232,8 +233,8 @@ def _bytes_of_step(case: Case) -> tuple[int, int]:
 
 
 TABLE = (
-    "| model | costs | limit MiB | predicted MiB | tensors MiB | allocator MiB | above | cost | of "
-    "the best drawn |\n|---|---|--:|--:|--:|--:|--:|--:|--:|"
+    "| model | costs | limit MiB | predicted MiB | tensors MiB | allocator MiB | above | cost | gap | "
+    "of the best drawn |\n|---|---|--:|--:|--:|--:|--:|--:|--:|--:|"
 )
 
 
@@ -243,9 +244,8 @@ def _shown(line: Line) -> str:
     drawn = (
         "none fits" if line.drawn is None else f"{line.drawn:.4g}, {line.dearer:+.1%}"
     )
-    return (
-        f"| {' | '.join([*cells, f'{line.above:+.1%}', f'{line.cost:.4g}', drawn])} |"
-    )
+    cells += [f"{line.above:+.1%}", f"{line.cost:.4g}", f"{line.gap:.2%}", drawn]
+    return f"| {' | '.join(cells)} |"
 
 
 def main(threads: int) -> int:
@@ -270,6 +270,7 @@ def main(threads: int) -> int:
     print(
         f"\n{over} of {len(lines)} steps over their limits; predictions {above[0]:+.1%} to "
         f"{above[-1]:+.1%} above; {dearer[0]:+.1%} to {dearer[-1]:+.1%} recomputed beside "
-        f"the best of {DRAWN} drawn configurations."
+        f"the best of {DRAWN} drawn configurations; gaps of at most "
+        f"{max(line.gap for line in lines):.2%}."
     )
     return sum(not line.is_right for line in lines)

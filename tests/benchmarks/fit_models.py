@@ -29,13 +29,13 @@ class Model:
     Attributes:
         loss: what is differentiated, and takes nothing.
         plan: applies what keeps a step, with an optimizer, to a limit, by such costs; its
-            predicted peak, and the cost of what it recomputes.
+            predicted peak, the cost of what it recomputes, and the gap.
         parameters: what the optimizer changes.
         others: what else lives all the time.
     """
 
     loss: Callable[[], Tensor]
-    plan: Callable[[int, torch.optim.Optimizer, str], tuple[int, int]]
+    plan: Callable[[int, torch.optim.Optimizer, str], tuple[int, int, float]]
     parameters: list[Tensor]
     others: list[Tensor]
 
@@ -45,11 +45,12 @@ def _of_module(
 ) -> Model:
     def planned(
         peak: int, optimizer: torch.optim.Optimizer, costs: str
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int, float]:
         step = modules.Step(loss, optimizer)
         found = modules.plan(net, peak=peak, step=step, costs=costs)(**call)
-        plans = [row.plan for row in found.rows]
-        return found.predicted_peak_bytes, sum(p.recompute_cost for p in plans)
+        assert found.gap is not None, "there is a limit of the peak"
+        cost = sum(row.plan.recompute_cost for row in found.rows)
+        return found.predicted_peak_bytes, cost, found.gap
 
     others = [*net.parameters(), *net.buffers(), *call.values()]
     wanted: list[Tensor] = [each for each in net.parameters() if each.requires_grad]
@@ -72,11 +73,11 @@ def _of_step(step: Callable[..., Tensor], params: Any, *batch: Any) -> Model:
 
     def planned(
         peak: int, optimizer: torch.optim.Optimizer, costs: str
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int, float]:
         found = fit(step, peak=peak, optimizer=optimizer, costs=costs)(params, *batch)
         found.apply()
-        plans = [each for row in found.rows for each in row.plans]
-        return found.predicted_peak_bytes, sum(p.recompute_cost for p in plans)
+        cost = sum(p.recompute_cost for row in found.rows for p in row.plans)
+        return found.predicted_peak_bytes, cost, found.gap
 
     wanted = [each for each in own if each.requires_grad]
     return Model(

@@ -166,7 +166,7 @@ def _shown(name: str, found: modules.ModulePlan) -> str:
     }
     lines += [
         f"\nSaved {found.saved_bytes / 2**30:.1f} GiB ({', '.join(sorted(waits))}), "
-        f"{found.recompute_flops:.3g} FLOPs recomputed.",
+        f"{found.recompute_flops:.3g} FLOPs recomputed; gap {found.gap:.2%}.",
         *found.beside.splitlines(),
         *map(str, found.tiles),
     ]

@@ -128,9 +128,12 @@ def test_a_step_keeps_to_its_limit() -> None:
         assert found.predicted_peak_bytes <= limit
 
     lines = str(found).splitlines()
-    assert [line.split()[0] for line in lines[-6:-2]] == [
+    assert [line.split()[0] for line in lines[-7:-3]] == [
         *("forward", "loss", "backward", "optimizer")
     ]
+    assert found.gap is not None
+    assert 0.0 <= found.gap < 0.001
+    assert lines[-3].endswith(f" {found.gap:.2%} above the best of these budgets")
     assert lines[-2].startswith("cheaper: peak ")
     assert " recomputes " in lines[-2]
     assert lines[-1].startswith("dearer: peak ")

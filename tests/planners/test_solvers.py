@@ -231,6 +231,9 @@ def test_points_under_several_bounds_equal_brute_force():
 
         taken, lowest = program.take(limits), program.take(limits, soft=1)
 
-        assert (None if taken is None else costs @ taken) == min(within, default=None)
-        excess = None if lowest is None else max((loads @ lowest - limits)[1:])
+        least = min(within, default=None)
+        assert (None if taken is None else costs @ taken.counts) == least
+        if taken is not None:
+            assert 0 <= costs @ taken.counts - taken.lower_bound <= 1
+        excess = None if lowest is None else max((loads @ lowest.counts - limits)[1:])
         assert excess == min(first, default=None)

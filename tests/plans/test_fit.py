@@ -91,6 +91,9 @@ def test_a_step_keeps_to_its_limit() -> None:
     assert saved == sorted(saved)
     assert "plain_block: budget(" in str(seen[0])
     assert str(seen[0]).splitlines()[-1].startswith(("cheaper: ", "dearer: "))
+    for each in seen:
+        assert 0.0 <= each.gap < 0.001
+        assert f"at most {each.gap:.2%} above the best of these budgets" in str(each)
 
 
 @pytest.mark.parametrize("limit", ["450KiB", "1MiB"])
