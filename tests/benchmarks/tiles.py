@@ -1,11 +1,12 @@
 """What tiles take: `python -m tests.benchmarks tiles`.
 
-Cross-entropy over a large vocabulary beside plain torch, its own chunks and torch.compile; the
-peak of an MLP against the number of tiles; and a GPT on a long sequence, whose blocks are regions
-and whose MLPs and loss run tile by tile.
+Cross-entropy over a large vocabulary beside plain torch, its own chunks, torch.compile and, if it
+is installed, cut_cross_entropy; the peak of an MLP against the number of tiles; and a GPT on a long
+sequence, whose blocks are regions and whose MLPs and loss run tile by tile.
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,6 +59,13 @@ def vocabulary(
     }
     if compiles:
         contenders["torch.compile"] = torch.compile(loss)
+        # Of Apple's package, what runs on a CPU; its kernels, as Liger's, need a GPU.
+        if importlib.util.find_spec("cut_cross_entropy"):
+            contenders["cut_cross_entropy, torch_compile"] = functools.partial(
+                importlib.import_module("cut_cross_entropy").linear_cross_entropy,
+                targets=targets,
+                impl="torch_compile",
+            )
     contenders["remat, 16 tiles"] = functools.partial(
         tiled_cross_entropy, targets=targets, tiles=16
     )
