@@ -31,7 +31,7 @@ class Analysis:
 
     joint: Joint
     numbers: tuple[int, ...]  # the class of each value
-    #: For each class the first forward value in it, of those that the outputs need if any are.
+    #: For each class the forward value in it that takes least to run beside the outputs.
     members: dict[int, int]
     roots: tuple[int, ...]  # for each value the one whose storage it shares
     forward: tuple[int, ...]  # the forward values that are not inputs, in order
@@ -121,21 +121,29 @@ def analyze(joint: Joint) -> Analysis:
         for index, value in enumerate(values)
         if value.op is not None and not value.is_backward
     )
-    needed = _needed(joint)
+    distances = _distances(joint)
     members: dict[int, int] = {}
-    for index in (*filter(needed.__contains__, forward), *forward):
+    for index in sorted(forward, key=distances.__getitem__):
         members.setdefault(numbers[index], index)
     return Analysis(joint, numbers, members, roots(joint.graph), forward)
 
 
-def _needed(joint: Joint) -> set[int]:
-    """What the forward runs, whatever is saved: a value that it computes twice may be dead once."""
-    returned = (*joint.outputs, *(new for _, new in joint.mutations))
-    needed = {ref.index for ref in returned}
-    for index, value in reversed([*enumerate(joint.graph.values)]):
-        if index in needed:
-            needed.update(value.uses)
-    return needed
+def _distances(joint: Joint) -> list[int]:
+    """How many steps each value is from what the forward runs, whatever is saved.
+
+    A value that a function computes twice may be dead once: nobody reads it, or the mean
+    that a norm computes with it.
+    """
+    values = joint.graph.values
+    run = {ref.index for ref in (*joint.outputs, *(new for _, new in joint.mutations))}
+    found = [0] * len(values)
+    for index, value in reversed([*enumerate(values)]):
+        if index in run or (value.has_effect and not value.is_backward):
+            run.update({index}, value.uses)
+    for index, value in enumerate(values):
+        if value.op is not None and index not in run:
+            found[index] = 1 + max((found[use] for use in value.uses), default=0)
+    return found
 
 
 def _class_names(analysis: Analysis) -> dict[int, tuple[str, ...]]:
