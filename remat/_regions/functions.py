@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 from torch import Tensor
 
+from remat._errors import TraceError
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta, is_open
 from remat._graph.values import Graph
@@ -131,9 +132,14 @@ class Function:
 
 
 def if_derivable(trace: Callable[[], _V]) -> _V | None:
-    """What a trace gives; None where an operator lacks a derivative that it needs."""
+    """What a trace gives; None where an operator lacks a derivative that it needs.
+
+    Or has one that looks at values, as that of a complex `svd` does: who needs it is told then.
+    """
     try:
         return trace()
+    except TraceError:
+        return None
     except RuntimeError as error:
         if not autograd.has_no_formula(error):
             raise

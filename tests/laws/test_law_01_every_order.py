@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import grad, jvp, vjp, vmap
 from torch.utils._pytree import tree_map_only
 
-from remat import checkpoint_name, policies, random, remat, storage
+from remat import TraceError, checkpoint_name, policies, random, remat, storage
 from tests.laws.derivatives import TORCH
 from tests.laws.nests import NESTS, loss
 from tests.support import assert_close, in_turn, seeded
@@ -438,3 +438,22 @@ def test_a_pullback_that_has_ended_where_an_operand_gets_no_gradient(
 
     region = remat(unread, policy=POLICIES[policy])
     torch.testing.assert_close(second(region), second(unread))
+
+
+def size_of_gradient(m: Tensor) -> Tensor:
+    """Of a complex determinant. torch looks at values where this is differentiated."""
+    region = remat(lambda m: torch.linalg.det(m).abs())
+    return grad(region)(m).abs().square().sum()
+
+
+def test_a_derivative_that_cannot_be_traced_is_refused_only_where_it_is_wanted() -> (
+    None
+):
+    """A level outside that does not differentiate it is no reason."""
+    matrix = torch.complex(seeded(3, 3), seeded(3, 3, seed=1))
+
+    found = grad(lambda m: m.abs().sum() * size_of_gradient(m).detach())(matrix)
+
+    assert_close(found, matrix.sgn() * size_of_gradient(matrix))
+    with pytest.raises(TraceError, match="allclose"):
+        grad(size_of_gradient)(matrix)
