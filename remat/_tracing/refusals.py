@@ -483,6 +483,7 @@ def of_the_users(
 #: and in the backward of a sparse tensor that is made of values.
 _OF_TORCHS_OWN = (
     *("INTERNAL ASSERT FAILED", "requires special handling", "but got meta"),
+    "expected device meta",
     "SparseCooTensorWithDimsAndTensorsBackward0 returned an invalid gradient",
 )
 

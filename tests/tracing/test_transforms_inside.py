@@ -280,6 +280,44 @@ def test_plain_autograd_inside_is_differentiated_forward_over_reverse(
     assert_close(derive(remat(_stepped, engine=engine))(w, x), derive(_stepped)(w, x))
 
 
+def _wave(w: Tensor, x: Tensor) -> Tensor:
+    return (x @ w).sin().sum()
+
+
+def _laplacian(w: Tensor, x: Tensor) -> Tensor:
+    """By forward mode over reverse mode."""
+    return torch.func.jacfwd(torch.func.grad(_wave, 1), 1)(w, x).sum()
+
+
+def test_a_forward_over_reverse_inside_is_differentiated_in_both_modes() -> None:
+    """Whose forward torch cannot push as an opened region: the closed one is differentiated."""
+    w, xs = seeded(3, 4), seeded(5, 3, seed=1)
+
+    def pushed(f: Any) -> Tensor:
+        def loss(w: Tensor) -> Tensor:
+            return torch.vmap(lambda x: f(w, x))(xs).square().sum()
+
+        return torch.func.jvp(torch.func.grad(loss), (w,), (w,))[1]
+
+    assert_close(pushed(remat(_laplacian)), pushed(_laplacian))
+
+
+def test_the_gradient_of_such_a_product_inside_is_refused_or_runs_again() -> None:
+    """torch's own backward gives tensors with data to those without."""
+    w, xs = seeded(3, 4), seeded(5, 3, seed=1)
+
+    def product(w: Tensor) -> Tensor:
+        def loss(w: Tensor) -> Tensor:
+            return torch.vmap(lambda x: _laplacian(w, x))(xs).square().sum()
+
+        return torch.func.jvp(torch.func.grad(loss), (w,), (w,))[1].sum()
+
+    with pytest.raises(TraceError, match=r'torch fails in it: .*engine="rerun"'):
+        torch.func.grad(remat(product))(w)
+    found = torch.func.grad(remat(product, engine="rerun"))(w)
+    assert_close(found, torch.func.grad(product)(w))
+
+
 def test_where_torch_fails_in_a_derivative_a_run_again_is_advised() -> None:
     """Which is right."""
     w, xs = seeded(3, 2), seeded(5, 2, seed=1)
