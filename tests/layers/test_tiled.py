@@ -381,6 +381,28 @@ def test_the_working_set_falls_with_the_number_of_tiles(way: str):
     assert whole >= found[1]
 
 
+def test_a_decoder_of_images_runs_by_frames():
+    """It mixes the places of an image; its peak falls to that of some frames."""
+    torch.manual_seed(0)
+    up = nn.Upsample(scale_factor=2)
+    first, last = nn.Conv2d(4, 16, 3, padding=1), nn.Conv2d(16, 3, 3, padding=1)
+    decoder = nn.Sequential(first, nn.GroupNorm(4, 16), nn.SiLU(), up, last).double()
+    latents = seeded(16, 4, 8, 8).requires_grad_()
+
+    def step(f: Any) -> tuple[int, list[Tensor]]:
+        with LiveBytes() as memory:
+            loss = f(latents).square().sum()
+            found = torch.autograd.grad(loss, [latents, *decoder.parameters()])
+            return memory.peak, [loss, *found]
+
+    cut = tiled(decoder, "(tile n) c h w -> (tile n) c h w", tiles=8)
+    step(cut)
+    (most, expected), (least, found) = step(decoder), step(cut)
+
+    assert_close(found, expected)
+    assert least <= most / 3
+
+
 @pytest.mark.filterwarnings("ignore:(?s).*traced for a tenth time")
 def test_a_size_chooses_the_fewest_tiles_within_it():
     args = [each.clone().requires_grad_() for each in (LONG, WIDE, BACK)]
