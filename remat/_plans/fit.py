@@ -95,7 +95,7 @@ class Fit:
     timeline: Timeline
     beside: str = ""
     tiles: tuple[TilesRow, ...] = ()
-    gap: float = 0.0
+    gap: float = 1.0
 
     @property
     def predicted_peak_bytes(self) -> int:

@@ -254,7 +254,7 @@ class Plan:
             f"{show_size(self.saved_bytes + self.argument_bytes)} with the arguments, "
             f"predicted peak {show_size(self.predicted_peak_bytes)} without",
             f"recompute {self.recompute_flops:.3g} FLOPs, cost {self.recompute_cost:.4g} "
-            f"{_UNITS[self.costs]}, at most {self.gap:.2%} above the best",
+            f"{_UNITS[self.costs]}, the best at most {self.gap:.2%} less",
         ]
         return "\n".join(lines)
 

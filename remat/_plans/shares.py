@@ -262,7 +262,7 @@ class Shares:
 
 def show_gap(gap: float) -> str:
     """The line that says how far a choice may be from the best."""
-    return f"recomputes at most {gap:.2%} above the best of these budgets"
+    return f"the best of these budgets recomputes at most {gap:.2%} less"
 
 
 def _shown(name: str, plans: Sequence[Plan], loads: Loads) -> str:

@@ -133,7 +133,7 @@ def test_a_step_keeps_to_its_limit() -> None:
     ]
     assert found.gap is not None
     assert 0.0 <= found.gap < 0.001
-    assert lines[-3].endswith(f" {found.gap:.2%} above the best of these budgets")
+    assert lines[-3].endswith(f"budgets recomputes at most {found.gap:.2%} less")
     assert lines[-2].startswith("cheaper: peak ")
     assert " recomputes " in lines[-2]
     assert lines[-1].startswith("dearer: peak ")

@@ -93,7 +93,7 @@ def test_a_step_keeps_to_its_limit() -> None:
     assert str(seen[0]).splitlines()[-1].startswith(("cheaper: ", "dearer: "))
     for each in seen:
         assert 0.0 <= each.gap < 0.001
-        assert f"at most {each.gap:.2%} above the best of these budgets" in str(each)
+        assert f"budgets recomputes at most {each.gap:.2%} less" in str(each)
 
 
 @pytest.mark.parametrize("limit", ["450KiB", "1MiB"])
