@@ -14,8 +14,8 @@ from torch import Tensor
 
 from remat._generators import compiled_draws, device_states, streams
 from remat._graph import operators
-from remat._graph.meta import TensorMeta, device_of
-from remat._graph.values import Graph, Value, last_uses, replace_refs
+from remat._graph.meta import TensorMeta, device_of, metas_in
+from remat._graph.values import Graph, Value, last_uses, replace_refs, step_behind
 from remat._programs import by_places
 from remat._torch import levels, modes, schemas, tracer
 from remat._tracing import importing, naming, refusals
@@ -65,8 +65,8 @@ def _run_inside_trace(
         is_own = stream in ("", streams.UNKNOWN)
         out = device_states.STATE(*args) if is_own else streams.STATE(stream)
     else:
-        op = by_places.replaced(value, values, is_mapped=_is_mapped())
-        out = _of_its_dtype(value, _run(op, args, dict(kwargs)))
+        op = by_places.replaced(value, values, is_mapped=levels.is_mapped())
+        out = _of_its_dtype(value, values, _run(op, args, dict(kwargs)))
     note = importing.Note(
         value.source,
         value.function,
@@ -77,11 +77,49 @@ def _run_inside_trace(
     return out
 
 
-def _of_its_dtype(value: Value, found: Any) -> Any:
+def _of_its_dtype(value: Value, values: Sequence[Value], found: Any) -> Any:
     """A value as the graph has it; in mixed precision, rules for vmap and parts widen some."""
-    if isinstance(found, Tensor) and isinstance(value.meta, TensorMeta):
-        return found if found.dtype == value.meta.dtype else found.to(value.meta.dtype)
+    if not isinstance(found, Tensor) or not isinstance(value.meta, TensorMeta):
+        return found
+    if found.dtype != value.meta.dtype:
+        return found.to(value.meta.dtype)
+    if levels.dual_level_is_active() and _is_of_several_dtypes(value, values):
+        return _apply_same_dtype(found)
     return found
+
+
+def _is_of_several_dtypes(value: Value, values: Sequence[Value]) -> bool:
+    """Whether a value is one of an operator's results, as of a norm, that differ in dtype."""
+    results = metas_in(step_behind(value, values).meta)
+    return len({each.dtype for each in results}) > 1
+
+
+class _TangentOfSameDtype(torch.autograd.Function):
+    """A value whose tangent has its dtype. Torch's rules for norms of halves by floats give others.
+
+    Obsolete when they do not. Under autocast plain code casts such a tangent where it is used.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.dtype = output.dtype
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Any:
+        return grad_inputs[0].to(ctx.dtype).view_as(grad_inputs[0])
+
+
+_apply_same_dtype: Callable[..., Any] = _TangentOfSameDtype.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def _draw_with_state(
@@ -171,19 +209,26 @@ def _index_put(
     return torch.where(mask[(..., *[None] * rest)], values, tensor)
 
 
-def _group_norm_backward(
-    gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Any, *rest: Any
-) -> Any:
-    """For vmap in a trace, by parts where the weight has another dtype: torch's rule mixes these."""
-    op = _aten.native_group_norm_backward.default
-    is_mixed = weight is not None and weight.dtype != x.dtype
-    run = schemas.DECOMPOSED[op] if is_mixed else op
-    return run(gradient, x, mean, rstd, weight, *rest)
+#: Backwards of norms, and which argument of each is the weight.
+_NORM_BACKWARDS = {
+    _aten.native_layer_norm_backward.default: 5,
+    _aten.native_group_norm_backward.default: 4,
+    _aten.native_batch_norm_backward.default: 2,
+}
+
+
+def _norm_backward(op: Any, *args: Any) -> Any:
+    """For vmap in a trace, all in the dtype of the weight: torch's rules mix it with another."""
+    weight = args[_NORM_BACKWARDS[op]]
+    if weight is None or weight.dtype == args[1].dtype:
+        return op(*args)
+    dtype = weight.dtype
+    return op(*[each.to(dtype) if isinstance(each, Tensor) else each for each in args])
 
 
 # Obsolete when views do not mind how examples lie in memory, when torch's rules are right for
-# index_fill where the values are mapped and the tensor is not, for the backward of a group norm
-# in mixed precision, and for the derivative of select_scatter, and when there are some for copy,
+# index_fill where the values are mapped and the tensor is not, for the backwards of norms in mixed
+# precision, and for the derivative of select_scatter, and when there are some for copy,
 # which replaces a write to a strided view, for index_put by a mask, and for the backward of a
 # fused norm, which it would run example by example.
 _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -193,19 +238,14 @@ _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.index_put.default: _index_put,
     _aten.copy.default: _copy,
     _aten.select_scatter.default: _select_scatter,
-    _aten.native_group_norm_backward.default: _group_norm_backward,
     schemas.FUSED_NORM_BACKWARD: schemas.DECOMPOSED[schemas.FUSED_NORM_BACKWARD],
+    **{op: functools.partial(_norm_backward, op) for op in _NORM_BACKWARDS},
 }
-
-
-def _is_mapped() -> bool:
-    active = levels.current_interpreter()
-    return active is not None and active[0] == "vmap"
 
 
 def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operator; where it lacks the derivative that is recorded, with that of its parts."""
-    is_mapped = _is_mapped()
+    is_mapped = levels.is_mapped()
     run = _BATCHABLE.get(op, op) if is_mapped else op
     is_recorded = torch.is_grad_enabled() and any(
         levels.requires_grad_anywhere(each) for each in args if isinstance(each, Tensor)
