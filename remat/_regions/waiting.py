@@ -7,7 +7,7 @@ on it. Nothing may compute with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -17,6 +17,7 @@ from remat._errors import RematError
 from remat._graph.meta import TensorMeta, unexpanded_shape
 from remat._regions import prefetch
 from remat._torch import dtensor, fakes, tracer
+from remat._torch.autograd import apply_through
 from remat._torch.tensors import storage_key, storages_of, tensor_without_data
 from remat.storage import AbstractStorage, Place, Stored, densely, stored_in
 
@@ -161,22 +162,6 @@ def resumed(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     ]
 
 
-class _Through(torch.autograd.Function):
-    """A function of a tensor, through which gradients flow as if it returned the tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        run, tensor = args
-        return run(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[None, Tensor]:
-        return None, grad_outputs[0]
-
-
-_apply_through: Callable[[Callable[[Any], Tensor], Tensor], Tensor] = _Through.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-
-
 def wait_differentiably(
     value: Tensor, storage: AbstractStorage, place: Place, twins: Twins
 ) -> Tensor:
@@ -185,14 +170,14 @@ def wait_differentiably(
         return value
     if not value.requires_grad:
         return wait(value, storage, place, twins)
-    found = _apply_through(lambda v: wait(v.detach(), storage, place, twins), value)
+    found = apply_through(lambda v: wait(v.detach(), storage, place, twins), value)
     return found if type(found) is Waiting else value
 
 
 def resume_differentiably(tensor: Tensor) -> Tensor:
     """A tensor that may wait as it was; what flows back to it flows to what waited."""
     is_waiting = type(tensor) is Waiting
-    return _apply_through(Waiting.resume, tensor) if is_waiting else tensor
+    return apply_through(Waiting.resume, tensor) if is_waiting else tensor
 
 
 def store_inputs(

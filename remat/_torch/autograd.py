@@ -116,6 +116,22 @@ def detached(tensor: Tensor) -> Tensor:
         return tensor.view(tensor.shape)
 
 
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        run, tensor = args
+        return run(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[None, Tensor]:
+        return None, grad_outputs[0]
+
+
+# A function of a tensor, and the tensor -> what it returns; gradients flow through as if that were
+# the tensor itself.
+apply_through: Callable[[Callable[[Any], Tensor], Tensor], Tensor] = _Through.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
 def leaf_of(tensor: Tensor) -> Tensor:
     """`detached(tensor)`, or a copy of an inference tensor, which autograd cannot record."""
     return tensor.clone() if tensor.is_inference() else detached(tensor)

@@ -5,12 +5,11 @@ Obsolete when DTensor makes its spec public.
 
 # pyright: reportPrivateUsage=false
 import sys
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from remat._torch.autograd import apply_through
 from remat._torch.levels import is_mapped, unwrapped
 
 
@@ -61,19 +60,6 @@ def _awaited_collective(tensor: Any) -> Tensor:
     return tensor.trigger_wait() if is_under_way(tensor) else tensor
 
 
-class _Arrive(torch.autograd.Function):
-    """Waits for the result of a collective; gradients flow through."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        return _awaited_collective(args[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return grad_outputs[0]
-
-
 def arrived(tensor: Tensor) -> Tensor:
     """The result of a collective as a plain tensor, with its gradient."""
-    apply: Callable[[Tensor], Tensor] = _Arrive.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return apply(tensor)
+    return apply_through(_awaited_collective, tensor)
