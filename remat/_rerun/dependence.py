@@ -11,9 +11,10 @@ would hold everything for its backward without saying so: that is refused.
 
 import functools
 import gc
+import itertools
 import sys
 import types
-from collections.abc import Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Generator, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -144,9 +145,10 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
     That is a leaf that something holds, but which is reached neither from the result nor from
     the roots: the function, and the objects among its arguments.
     """
-    outputs = [each for leaf in trees.tensor_leaves(result) for each in _wanted(leaf)]
+    # At each level, some reverse mode may want a gradient.
+    layers = itertools.chain(*map(levels.layers, trees.tensor_leaves(result)))
     nodes = autograd.nodes_behind(
-        [each.grad_fn for each in outputs if each.grad_fn is not None]
+        [each.grad_fn for each in layers if each.requires_grad]
     )
     held = [node for node in nodes if _is_held_leaf(node)]
     if not held:
@@ -161,15 +163,6 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
             "No other tensor that the region sees requires grad, so it would run without "
             "recomputation and hold all that its backward needs.",
         )
-
-
-def _wanted(tensor: Tensor) -> Iterator[Tensor]:
-    """Of what a run returned, the levels at which some reverse mode wants a gradient."""
-    level: Tensor | None = tensor
-    while level is not None:
-        if level.requires_grad:
-            yield level
-        level = levels.below(level)
 
 
 def _hidden_in(nodes: Iterable[Any]) -> set[int]:

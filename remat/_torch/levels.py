@@ -152,13 +152,14 @@ def all_unwrapped(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors
 
 
-def below(tensor: Tensor) -> Tensor | None:
-    """The tensor below the outermost torch.func wrapper, None where there is none."""
-    if not is_wrapped(tensor):
-        return None
+def layers(tensor: Tensor) -> list[Tensor]:
+    """A tensor, and what is below each of its torch.func wrappers, the outermost first."""
+    found = [tensor]
     # A trace sees what users' code touches, and knows the tensor but not what it wraps.
     with without_torch_function():
-        return functorch.get_unwrapped(tensor)
+        while is_wrapped(found[-1]):
+            found.append(functorch.get_unwrapped(found[-1]))
+    return found
 
 
 def versions_below(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -198,11 +199,7 @@ def requires_grad_anywhere(tensor: Tensor) -> bool:
 def is_wanted_by_func(tensor: Tensor) -> bool:
     """Whether some level of torch.func's reverse mode wants a gradient; autograd's is none."""
     with without_torch_function():
-        while is_wrapped(tensor):
-            if tensor.requires_grad:
-                return True
-            tensor = functorch.get_unwrapped(tensor)
-    return False
+        return any(each.requires_grad for each in layers(tensor)[:-1])
 
 
 def is_wanted_around(tensor: Tensor) -> bool:
@@ -211,11 +208,8 @@ def is_wanted_around(tensor: Tensor) -> bool:
     running = 0 if top is None else top.level()
     # A wrapper that has ended, as `torch.func.vjp` keeps, may hold one that has not.
     with without_torch_function():
-        while is_wrapped(tensor):
-            if level_of(tensor) > running and tensor.requires_grad:
-                return True
-            tensor = functorch.get_unwrapped(tensor)
-    return False
+        around = [each for each in layers(tensor)[:-1] if level_of(each) > running]
+        return any(each.requires_grad for each in around)
 
 
 def is_differentiated_below(tensors: Sequence[Tensor]) -> bool:
@@ -269,11 +263,7 @@ def put_numbers(tensor: Tensor, new: Tensor) -> None:
 
 def version_kept(*tensors: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Inside, writes to tensors do not count: no backward that saved them will raise."""
-    found: list[Tensor] = []
-    for each in tensors:
-        found.append(each)
-        while is_wrapped(found[-1]):
-            found.append(functorch.get_unwrapped(found[-1]))
+    found = itertools.chain(*map(layers, tensors))
     counted = tuple(each for each in found if not each.is_inference())
     return _grad_mode._unsafe_preserve_version_counter(counted)
 
