@@ -7,8 +7,7 @@ Without an active dispatch mode, no watcher is looked for.
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -38,12 +37,3 @@ def following(
         if isinstance(mode, Watcher):
             return mode.following(graph, inputs)
     return contextlib.nullcontext()
-
-
-def tensors_in(result: Any) -> Iterator[Tensor]:
-    """The tensors in what a watched operator returned: one, or a nested sequence of them."""
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, tuple | list):
-        for item in cast("Sequence[Any]", result):
-            yield from tensors_in(item)

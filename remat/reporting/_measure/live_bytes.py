@@ -15,9 +15,8 @@ from typing import Any, final
 import torch
 
 from remat._partition.costs import finish_work
-from remat._programs.watching import tensors_in
 from remat._regions.waiting import storages
-from remat._torch import modes
+from remat._torch import modes, trees
 
 
 @final
@@ -52,11 +51,11 @@ class LiveBytes(modes.DispatchMode):
 
     def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Runs the operator and counts the storages that it makes."""
-        for tensor in tensors_in((*args, *kwargs.values())):
+        for tensor in trees.tensor_leaves((args, kwargs)):
             for storage in storages(tensor):
                 self._sizes.setdefault(weakref.ref(storage, self._forget), None)
         result = modes.run_in_mode(op, args, kwargs)
-        for tensor in tensors_in(result):
+        for tensor in trees.tensor_leaves(result):
             for storage in storages(tensor):
                 self._count(storage)
         return result

@@ -20,7 +20,6 @@ from remat import _captures
 from remat._errors import RematError, require_callable
 from remat._generators import device_states
 from remat._partition.costs import finish_work
-from remat._programs.watching import tensors_in
 from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Call
 from remat._regions.waiting import storages
@@ -211,4 +210,4 @@ def _saved_tensors_of(raw: Any) -> Iterator[Tensor]:
         return
     for name in dir(raw):
         if name.startswith("_saved_"):
-            yield from tensors_in(getattr(raw, name))
+            yield from trees.tensor_leaves(getattr(raw, name))

@@ -17,7 +17,7 @@ from torch import Tensor
 from remat._graph import flops, operators
 from remat._graph.values import Graph
 from remat._partition.costs import finish_work
-from remat._programs.watching import Watcher, tensors_in
+from remat._programs.watching import Watcher
 from remat._regions.waiting import storages
 from remat._torch import guards, modes, tensors, trees
 from remat._user_lines import user_line
@@ -144,7 +144,7 @@ class StepWatcher(StepListener):
         if run is not None:
             run.times_s[run.step] = run.times_s.get(run.step, 0.0) + elapsed
         if not operators.returns_view(op):  # what a view shows was there before
-            for item, tensor in enumerate(tensors_in(result)):
+            for item, tensor in enumerate(trees.tensor_leaves(result)):
                 for storage in storages(tensor):
                     self._count(storage, op, item)
         return result
