@@ -181,7 +181,8 @@ class Lender:
             known[key] = _equal_values(before.graph, self.graph, *key)
             wanted, alone = frozenset(pair[0] for pair in known[key]), self._alone
             # What waits for long must be little whatever runs in between.
-            before.lend(wanted, alone, _few(alone) if is_next else _FEW_BYTES)
+            part = alone * _MOST_PART if is_next else 0
+            before.lend(wanted, alone, max(part, _FEW_BYTES))
         return known[key]
 
     def lend(self, wanted: frozenset[int], next_bytes: int, more: float) -> None:
@@ -210,11 +211,6 @@ class Lender:
         if key not in self._runs:
             self._runs[key] = self._run_of(_lending(self.graph, taken, sorted(lent)))
         return self._runs[key]
-
-
-def _few(alone: int) -> float:
-    """How many bytes more may live where so many do anyhow."""
-    return max(alone * _MOST_PART, _FEW_BYTES)
 
 
 def _lending(graph: Graph, taken: Sequence[int], lent: Sequence[int]) -> Graph:

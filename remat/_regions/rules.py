@@ -169,10 +169,7 @@ def _run_under_grad(
     level = interpreter.level()
     skip = call.region.num_leading
     leading = [levels.unwrap_at(tensor, level) for tensor in tensors[:skip]]
-    operands = [
-        tensor if levels.level_of(tensor) == level else levels.wrap_at(tensor, level)
-        for tensor in tensors[skip:]
-    ]
+    operands = levels.all_wrapped_at(tensors[skip:], level)
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
         call, opened = opened_for(call, tensors, save)
         if opened is not None:
@@ -228,7 +225,7 @@ def _primal_and_tangents(
     has_tangent = tuple(tangent is not None for tangent in tangents[skip:])
     if not any(has_tangent):
         return run(call, primals, save), {}
-    given = [tangent for tangent in tangents[skip:] if tangent is not None]
+    given = without_none(tangents[skip:])
     pushed = region.pushed(call.roots, has_tangent, save)
     if pushed is None:
         # The region cannot compute outputs and tangents in one run.
@@ -269,7 +266,8 @@ def _run_under_vmap(
         randomness = "same"
     draws_apart = randomness != "same" and region.num_draws > 0
     is_tracked = save
-    if levels.is_differentiated_below(tensors):
+    is_wanted = any(map(levels.requires_grad_anywhere, tensors))
+    if is_wanted or levels.is_pushed_below():
         call, opened = opened_for(call, tensors, save)
         if opened is not None and opened.region is not region:
             return _run_opened(call, opened, tensors)
@@ -296,7 +294,7 @@ def _run_under_vmap(
 
 
 def without_none(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """The tensors of a call that are there."""
+    """The tensors that are there."""
     return [each for each in tensors if each is not None]
 
 
@@ -416,7 +414,7 @@ def node_gradients(
     ctx: Any, derived: Region, cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Computes the gradients by a region: by its program alone where nothing records them."""
-    present = [each for each in cotangents if each is not None]
+    present = without_none(cotangents)
     is_recorded = torch.is_grad_enabled() or not autograd.is_plain_autograd()
     call: Call = ctx.call
     numerics = Numerics.current()
@@ -446,7 +444,7 @@ def _jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ..
     has_tangent = tuple(tangent is not None for tangent in tangents)
     derived, moved = call.region.jvp(call.roots, has_tangent, len(states))
     primals = [unpack_dual(operand).primal for operand in operands]
-    given = [tangent for tangent in tangents if tangent is not None]
+    given = without_none(tangents)
     outputs: list[Tensor | None] = [None] * len(flows)
     if moved == ():
         return tuple(outputs)
@@ -525,7 +523,7 @@ def look_up_gradients(
     fast_path: FastPath = ctx.call.fast_path
     numerics = Numerics.current()
     derived = pulled_back(ctx, cotangents)
-    present = [each for each in cotangents if each is not None]
+    present = without_none(cotangents)
     forward = derived.one_program(ctx.call.roots, numerics)
     # Tracing may have run code of the user that sets a switch and leaves it set.
     is_as_asked = Numerics.current() == numerics and len(present) == len(cotangents)

@@ -317,9 +317,8 @@ def call_on_fakes(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Calls a module on tensors like its own and like the arguments, without data."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        own = {id(each): each for each in (*module.parameters(), *module.buffers())}
-        instead, args, kwargs = map_tensors(mode.from_tensor, (own, args, kwargs))
+    own = {id(each): each for each in (*module.parameters(), *module.buffers())}
+    with faked((own, args, kwargs)) as (instead, args, kwargs):
         called_with(module, instead, args, kwargs)
 
 

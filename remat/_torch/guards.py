@@ -122,8 +122,7 @@ def is_quiet() -> bool:
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether `is_plain` is true of each."""
-    are_own = _OWN_KINDS.issuperset(map(type, tensors))
-    return are_own and not any(map(is_wrapped, tensors))
+    return all(map(is_plain, tensors))
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -212,11 +212,6 @@ def is_wanted_around(tensor: Tensor) -> bool:
         return any(each.requires_grad for each in around)
 
 
-def is_differentiated_below(tensors: Sequence[Tensor]) -> bool:
-    """Whether a level from this one down may differentiate what is computed of tensors."""
-    return any(map(requires_grad_anywhere, tensors)) or is_pushed_below()
-
-
 def is_pushed_below() -> bool:
     """Whether a level below this one is one of forward mode."""
     stack: Any = functorch.get_interpreter_stack() or ()
