@@ -25,11 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from remat import _captures
-from remat._errors import (
-    MutationError,
-    SavedTensorModifiedError,
-    StaticArgumentError,
-)
+from remat._errors import MutationError, SavedTensorModifiedError, StaticArgumentError
 from remat._graph.meta import TensorMeta
 from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Call

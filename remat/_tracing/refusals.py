@@ -7,21 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from remat._errors import (
-    CapturedTensorError,
-    MutationError,
-    RematError,
-    TraceError,
-)
+from remat._errors import CapturedTensorError, MutationError, RematError, TraceError
 from remat._graph.meta import TensorMeta
-from remat._torch import (
-    fakes,
-    levels,
-    taking_functions,
-    tensors,
-    tracer,
-    trees,
-)
+from remat._torch import fakes, levels, taking_functions, tensors, tracer, trees
 from remat._user_lines import (
     came_through,
     is_asked_by_user,
