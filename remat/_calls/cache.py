@@ -102,8 +102,7 @@ class Cache:
             require_answers(reached)
         else:
             reached = found[1]
-        # A trace around would take the looks for those of the user's.
-        with modes.without_torch_function():
+        with modes.unseen_by_traces():
             return any(map(levels.requires_grad_anywhere, reached))
 
     def _keep(

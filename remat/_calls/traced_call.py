@@ -90,14 +90,14 @@ def _gained(had: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _set_requires_grad(tensors: Sequence[Tensor], wanted: bool) -> None:
-    with modes.without_torch_function():
+    with modes.unseen_by_traces():
         for tensor in tensors:
             tensor.requires_grad_(wanted)
 
 
 def _wanted(tensors: Sequence[Tensor]) -> set[int]:
     """The ids of those that require grad at some level."""
-    with modes.without_torch_function():  # a trace around would take it for the user's
+    with modes.unseen_by_traces():
         return {id(each) for each in tensors if levels.requires_grad_anywhere(each)}
 
 
@@ -165,8 +165,7 @@ def trace_call(
         )
         output = flattened.output
         assert output is not None, "a trace calls the function"
-        # A trace around would take the looks for those of the user's.
-        with modes.without_torch_function():
+        with modes.unseen_by_traces():
             # Its stand-in does where some level wants it: vmap's wrapper does not say so.
             had = [*map(levels.requires_grad_anywhere, traced.captured)]
             gained = _gained(had, traced.stand_ins)

@@ -111,7 +111,7 @@ def number_of(value: object) -> int | None:
 @contextlib.contextmanager
 def plainly() -> Generator[None]:
     """Runs the body, which handles a tracker's states, outside transforms, traces and modes."""
-    with isolation.isolated(), modes.without_torch_function():
+    with isolation.isolated(), modes.unseen_by_traces():
         yield
 
 

@@ -44,8 +44,7 @@ class TensorMeta:
         placement = dtensor.placement(tensor)
         if placement is None:
             return cls.of_whole(tensor, requires_grad=wanted)
-        # A trace sees what users' code touches, and knows the DTensor but not its part.
-        with modes.without_torch_function():
+        with modes.unseen_by_traces():
             local = dtensor.local_part(levels.unwrapped(tensor))
             whole = cls.of_whole(local, requires_grad=wanted)
         return dataclasses.replace(whole, placement=placement)

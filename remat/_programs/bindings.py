@@ -34,7 +34,7 @@ _SAME_BELOW_AUTOGRAD: dict[Any, Any] = {_VIEWS[1]: _VIEWS[0]}
 def bindings_of(graph: Graph) -> dict[int, Callable[..., Any]]:
     """The steps of a graph that have a binding, and which."""
     found: dict[int, Callable[..., Any]] = {}
-    with isolation.isolated(), modes.without_torch_function():
+    with isolation.isolated(), modes.unseen_by_traces():
         for index, value in enumerate(graph.values):
             binding = _binding(graph, value)
             if binding is not None:
@@ -114,7 +114,7 @@ def fold_products(graph: Graph) -> Graph:
     num_uses = Counter(use for value in graph.values for use in value.uses)
     num_uses.update(ref.index for ref in graph.outputs if ref is not None)
     values = list(graph.values)
-    with isolation.isolated(), modes.without_torch_function():
+    with isolation.isolated(), modes.unseen_by_traces():
         for index, value in enumerate(graph.values):
             steps = _view_and_product(graph, value)
             # Another reader would need them all the same.

@@ -25,7 +25,7 @@ def interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
     """Runs a graph step by step inside another trace, which learns names and lines."""
     last = last_uses(graph)
     env: dict[int, Any] = dict(enumerate(inputs))
-    with modes.without_torch_function():
+    with modes.unseen_by_traces():
         for index, value in enumerate(graph.values):
             if value.op is not None:
                 try:

@@ -203,8 +203,7 @@ class _FlatCall:
         # The places of results that share the memory of another one.
         self.shared: dict[int, _SharedResult] = {}
         followed = [*reach.operands, *reach.managed]
-        # A trace around would take these looks for the user's own.
-        with modes.without_torch_function():
+        with modes.unseen_by_traces():
             # What must still have its numbers when it runs again.
             self.constants = _Constants(reach.survey, followed)
             buffers = reach.may_change
@@ -271,7 +270,7 @@ class _FlatCall:
             for index, each in enumerate(found)
             if id(each) in places
         }
-        with modes.without_torch_function():  # a trace around refuses these questions
+        with modes.unseen_by_traces():
             self.shared = _shared_results(found)
 
     def with_changed(self, returned: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -531,7 +530,7 @@ class _Constants:
 
     def require_no_operands(self) -> None:
         """Ends a first run that wrote `requires_grad` of one of them, to start over with it."""
-        with modes.without_torch_function():
+        with modes.unseen_by_traces():
             if any(each.requires_grad and each.is_leaf for each in self._unasked):
                 raise NewOperandError
 

@@ -82,8 +82,7 @@ class Rerun(WithoutProgram):
             guard_against_others(leaves, accumulates=self.state.engine is not None)
             if self.state.dependent_outputs is None and self.is_primal:
                 self.state.dependent_outputs = bits
-            # Unseen by a trace around it, which would take these for the user's own.
-            with modes.without_torch_function():
+            with modes.unseen_by_traces():
                 found = [autograd.detached(each) for each in outputs]
             if self.all_flow:
                 return Results(found)

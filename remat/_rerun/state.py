@@ -50,7 +50,7 @@ class _Randomness:
         now = [device_states.get(each) for each in self.devices]
         now += [each.get_state() for each in self.explicit]
         before = [*self.devices.values(), *self.explicit.values()]
-        with isolation.isolated(), modes.without_torch_function():
+        with isolation.isolated(), modes.unseen_by_traces():
             return not all(map(torch.equal, before, now))
 
     def put_back(self) -> None:

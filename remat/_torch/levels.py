@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from remat._torch.attributes import attributes_as
-from remat._torch.modes import without_torch_function
+from remat._torch.modes import unseen_by_traces
 
 # The autograd.Function that sees one functorch level. Obsolete when autograd.Function
 # carries its own rule for nested forward mode (pytorch #197867).
@@ -155,8 +155,7 @@ def all_unwrapped(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def layers(tensor: Tensor) -> list[Tensor]:
     """A tensor, and what is below each of its torch.func wrappers, the outermost first."""
     found = [tensor]
-    # A trace sees what users' code touches, and knows the tensor but not what it wraps.
-    with without_torch_function():
+    with unseen_by_traces():
         while is_wrapped(found[-1]):
             found.append(functorch.get_unwrapped(found[-1]))
     return found
@@ -187,18 +186,15 @@ def repeats_itself(tensor: Tensor) -> bool:
 
 def requires_grad_anywhere(tensor: Tensor) -> bool:
     """Whether some level of reverse mode, torch.func's or autograd's, wants a gradient."""
-    if tensor.requires_grad:
-        return True
-    if not is_wrapped(tensor):
-        return False
-    # A trace sees what users' code touches, and knows the tensor but not what it wraps.
-    with without_torch_function():
-        return requires_grad_anywhere(functorch.get_unwrapped(tensor))
+    if tensor.requires_grad or not is_wrapped(tensor):
+        return tensor.requires_grad
+    with unseen_by_traces():
+        return any(each.requires_grad for each in layers(tensor))
 
 
 def is_wanted_by_func(tensor: Tensor) -> bool:
     """Whether some level of torch.func's reverse mode wants a gradient; autograd's is none."""
-    with without_torch_function():
+    with unseen_by_traces():
         return any(each.requires_grad for each in layers(tensor)[:-1])
 
 
@@ -207,7 +203,7 @@ def is_wanted_around(tensor: Tensor) -> bool:
     top: Any = functorch.peek_interpreter_stack()
     running = 0 if top is None else top.level()
     # A wrapper that has ended, as `torch.func.vjp` keeps, may hold one that has not.
-    with without_torch_function():
+    with unseen_by_traces():
         around = [each for each in layers(tensor)[:-1] if level_of(each) > running]
         return any(each.requires_grad for each in around)
 
@@ -224,7 +220,7 @@ def is_followed(tensor: Tensor) -> bool:
         return True
     if not dual_level_is_active():
         return False
-    with without_torch_function():
+    with unseen_by_traces():
         return dual_levels.unpack_dual(tensor).tangent is not None
 
 

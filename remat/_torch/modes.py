@@ -52,9 +52,10 @@ below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = (
 )
 # The dispatch modes of this thread, the innermost last.
 dispatch_modes: Callable[[], Sequence[Any]] = _get_current_dispatch_mode_stack
-# () -> a context whose body is hidden from the torch-function modes, such as a trace's.
-# Obsolete when torch makes public the switch that leaves subclasses enabled.
-without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = (
+# () -> a context whose body is hidden from the torch-function modes, such as a trace's: it would
+# take what the body asks of tensors for the user's own. Obsolete when torch makes public the
+# switch that leaves subclasses enabled.
+unseen_by_traces: Callable[[], contextlib.AbstractContextManager[Any]] = (
     torch._C.DisableTorchFunction
 )
 # Whether subclasses and modes handle functions of torch on this thread.

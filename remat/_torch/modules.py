@@ -18,7 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.module_tracker import ModuleTracker
 
 from remat._torch.attributes import attributes_as
-from remat._torch.modes import without_torch_function
+from remat._torch.modes import unseen_by_traces
 
 _T = TypeVar("_T")
 _CALLS = torch.nn.Module.__call__.__code__.co_filename
@@ -166,6 +166,5 @@ def second_places(kind: type) -> tuple[str, ...]:
 def refresh_second_places(module: object) -> None:
     """Sets `second_places` to the parameters that the module has now. Obsolete as they are."""
     if isinstance(module, torch.nn.RNNBase):
-        # It asks the weights, and a trace would capture them.
-        with without_torch_function():
+        with unseen_by_traces():
             module._update_flat_weights()

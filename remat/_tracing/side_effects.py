@@ -69,8 +69,7 @@ def require_nothing_left(
     if leaked is None:
         return
     holders = [*_holders_of_tensor(leaked)]
-    # A trace around would take the looks for the user's.
-    with modes.without_torch_function():
+    with modes.unseen_by_traces():
         for returned in statics:
             if any(each is returned for each in holders):
                 raise _returned_inside(leaked, returned, where)

@@ -196,9 +196,8 @@ def lift(tensor: Tensor) -> Tensor:
     for mapping in reversed(running.substitutes):
         if id(tensor) in mapping:
             return mapping[id(tensor)]
-    # An inner region lifts its own tensors. The trace's mode is on at that time, and would take
-    # the reads of the tensor below for calls of the user.
-    with modes.without_torch_function():
+    # An inner region lifts its own tensors, while the trace's mode is on.
+    with modes.unseen_by_traces():
         return _capture_tensor(running, tensor)
 
 

@@ -41,7 +41,7 @@ class LateProduct(Tensor):
         )
         made.rows, made.head, made.tiles = rows, head, tiles
         made.versions = rows._version, head._version
-        with modes.without_torch_function():
+        with modes.unseen_by_traces():
             made.register_hook(_refuse_gradient)
         return made
 
@@ -54,7 +54,7 @@ class LateProduct(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Stays late where `func` goes row by row; computes the product otherwise."""
-        with modes.without_torch_function():
+        with modes.unseen_by_traces():
             if func in _METADATA:
                 return func(*args, **(kwargs or {}))
             options = dict(kwargs or {})
@@ -145,7 +145,7 @@ _HOLDING = {
 def _computed_logits(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, LateProduct):
         return tensor
-    with modes.without_torch_function():
+    with modes.unseen_by_traces():
         tensor.require_fresh()
         dtype = tensor.dtype
     return F.linear(tensor.rows, tensor.head).to(dtype)
@@ -201,7 +201,7 @@ def _cross_entropy(
     if not is_plain or options.keys() - _LOSS_OPTIONS:
         return None
     late.require_fresh()
-    with modes.without_torch_function():
+    with modes.unseen_by_traces():
         logits = late.rows, late.head
         loss = tiled_cross_entropy(*logits, target, tiles=late.tiles, **options)
         return loss.to(late.dtype)

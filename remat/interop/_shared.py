@@ -144,5 +144,5 @@ def shard_over(
 def _mesh_of_peer(group: Any, device_type: str) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh
 
-    with isolation.isolated(), modes.without_torch_function():
+    with isolation.isolated(), modes.unseen_by_traces():
         return DeviceMesh.from_group(group, device_type, mesh_dim_names=("tp",))
