@@ -6,6 +6,5 @@ by Inductor; `interpreted`: by torch's interpreter, for small tensors; `inside_t
 step in an outer trace, with draws and operators for vmap; `by_places`: strided operators there;
 `bindings`: the cheapest function in C for a step or a product of views, rehearsed; `overwriting`:
 pointwise steps that write over a last read; `lending`: values that the next program takes;
-`barriers`: copies that hold a compiler off; `verification`: `verify=True`, saved values compared;
-`watching`: watchers that hear operators.
+`barriers`: copies that hold a compiler off; `verification`: `verify=True`, saved values compared.
 """

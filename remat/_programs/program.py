@@ -3,11 +3,13 @@
 The text of the function is kept, and `.programs()` prints it. What is printed is what runs: as
 Python, by torch's own interpreter (`_programs.interpreted`), or compiled (`_programs.compiled`).
 Where no dispatch mode listens, some steps are one call (`_programs.bindings`) and some write over
-what is no longer read (`_programs.overwriting`). For a `Watcher`, the same function reports each
-step before it runs. Inside an outer trace, the graph is interpreted instead, so that each operator
+what is no longer read (`_programs.overwriting`). A dispatch mode hears every operator that runs on a
+thread, but not on whose behalf: a `Watcher` is one to which the same function reports each step
+before it runs, for reports and checklists. Inside an outer trace, the graph is interpreted instead, so that each operator
 keeps its name and its line there.
 """
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -22,7 +24,7 @@ from remat._generators import device_states, streams
 from remat._graph import operators
 from remat._graph.meta import device_of
 from remat._graph.values import Graph, Value, comment, last_uses, refs, roots
-from remat._programs import compiled, interpreted, watching
+from remat._programs import compiled, interpreted
 from remat._programs.barriers import with_barriers
 from remat._programs.bindings import bindings_of, fold_products
 from remat._programs.inside_traces import interpret
@@ -44,6 +46,20 @@ class Quiet(NamedTuple):
     around: Callable[[], contextlib.AbstractContextManager[Any]]
     #: Empties a list of inputs and gives the outputs.
     run: Callable[[list[Tensor]], list[Any]]
+
+
+class Watcher(modes.DispatchMode):
+    """Hears operators as any dispatch mode does, and which step of a program makes each."""
+
+    @abc.abstractmethod
+    def following(
+        self, graph: Graph, inputs: Sequence[Tensor], /
+    ) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+        """Around a run of the program of a graph on these inputs.
+
+        Yields:
+            What the run calls before each step, with the step's index in its graph.
+        """
 
 
 @final
@@ -87,7 +103,7 @@ class Program:
                 outer.policies |= self.policies
             in_compiler = tracer.is_in_compiler()
             return interpret(self._with_barriers if in_compiler else self.graph, inputs)
-        with watching.following(self.graph, inputs) as at:
+        with self._followed(inputs) as at:
             return self._watched(at, inputs) if at else self._run(inputs)
 
     def in_turns(
@@ -101,7 +117,7 @@ class Program:
         has_own = any(each.is_backward and each.rank < 0 for each in values)
         if not has_own or tracer.proxy_is_active():
             return self(inputs)
-        with torch.no_grad(), watching.following(self.graph, inputs) as at:
+        with torch.no_grad(), self._followed(inputs) as at:
 
             def before(index: int) -> None:
                 turn(values[index].is_repeat)
@@ -109,6 +125,15 @@ class Program:
                     at(index)
 
             return self._watched(before, [*inputs])
+
+    def _followed(
+        self, inputs: Sequence[Tensor]
+    ) -> contextlib.AbstractContextManager[Callable[[int], None] | None]:
+        """`Watcher.following` of the innermost watcher of this thread; None without one."""
+        for mode in reversed(modes.dispatch_modes() if modes.is_watched() else ()):
+            if isinstance(mode, Watcher):
+                return mode.following(self.graph, inputs)
+        return contextlib.nullcontext()
 
     @functools.cached_property
     def _lender(self) -> Lender | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from remat._graph import flops, operators
 from remat._graph.values import Graph
 from remat._partition.costs import finish_work
-from remat._programs.watching import Watcher
+from remat._programs.program import Watcher
 from remat._regions.waiting import storages
 from remat._torch import guards, modes, tensors, trees
 from remat._user_lines import user_line
