@@ -25,7 +25,6 @@ class Family:
     """The calls of one function that have one signature, the sizes of tensors aside."""
 
     def __init__(self, first: Sequence[TensorMeta]) -> None:
-        """Begins with the tensors of the first of them."""
         self._first = first
         self._varied: set[_Dimension] = set()
         self._fixed: set[_Dimension] = set()

@@ -289,7 +289,6 @@ def why_out_of_graphs(settings: Settings, where: str) -> str:
 
 
 def inputs_for(saved_inputs: SavedInputs) -> InputStorages:
-    """How inputs wait, as the option says."""
     if saved_inputs is None:
         return InputStorages()
     where = "remat(saved_inputs=...)"

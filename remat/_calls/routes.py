@@ -76,8 +76,6 @@ def guard_of(
 
 @final
 class _GuardWriter:
-    """Writes the guard of a call."""
-
     def __init__(self, objects: Sequence[object], tensor_guard: TensorGuard) -> None:
         self._known = objects
         self._told = tensor_guard

@@ -226,7 +226,6 @@ class _Baker:
             self.write(node, step, Equal(value) if is_simple(value) else same)
 
     def write(self, node: Node, step: Step, rule: Rule) -> int:
-        """Adds a spot and returns its index."""
         parent = self.known.get(id(node.value), -1)
         above = self.spots[parent].label if parent >= 0 else Label("", "")
         label = above.then(node.value, step)
@@ -262,7 +261,6 @@ def _containers_to_bake(node: Node) -> Iterable[Step]:
 
 
 def _rule_to_bake(value: object) -> Rule:
-    """The rule for an object, whatever it holds."""
     kind, is_shown = type(value), contents.shows_members(value)
     number = trackers.number_of(value)
     if number is not None:

@@ -193,7 +193,6 @@ class Covered:
         self.gather = _generate_check(spots, fetched)
 
     def check(self, roots: tuple[object, ...]) -> bool:
-        """Whether the covered state equals what was baked."""
         return self.gather(roots) is not None
 
     def fetch(self, roots: tuple[object, ...]) -> tuple[Tensor, ...]:

@@ -126,7 +126,6 @@ _ASKS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST"})
 
 @cached_weakly
 def mentions(code: types.CodeType) -> Mentions:
-    """What code refers to by name."""
     loads: set[str] = set()
     assigned: set[str] = set()
     names: set[str] = set()

@@ -153,7 +153,6 @@ def attributes(owner: object) -> dict[str, object]:
 
 
 def in_context(variable: contextvars.ContextVar[object]) -> object:
-    """What a context variable holds here."""
     try:
         return variable.get()
     except LookupError:
@@ -167,7 +166,6 @@ def held_bytes(owner: Any) -> tuple[object, ...]:
 
 
 def is_kept_property(kind: type, name: str) -> bool:
-    """Whether a class has a `functools.cached_property` of this name."""
     given = inspect.getattr_static(kind, name, None)
     return isinstance(given, functools.cached_property)
 
@@ -325,7 +323,6 @@ _FUNCTIONS = (types.FunctionType, types.MethodType)
 
 
 def _first_word_of_label(owner: Any, step: Step) -> str:
-    """The name with which a label starts anew."""
     kind, key = step
     if kind == "root":
         root = owner[key]

@@ -42,7 +42,6 @@ class Reads(dict[int, dict[str, None]]):
     """The names read, in order, by the id of the object they were read from."""
 
     def __init__(self, survey: Survey) -> None:
-        """Starts with nothing read from any object of `survey`."""
         super().__init__({identity: {} for identity in survey.nodes})
         self._written: dict[int, set[str]] = {}
 
@@ -54,7 +53,6 @@ class Reads(dict[int, dict[str, None]]):
             known.update((name, None) for name in names if name not in written)
 
     def note_write(self, owner: object, name: str) -> None:
-        """Notes that an attribute was written."""
         if id(owner) in self:
             self._written.setdefault(id(owner), set()).add(name)
 

@@ -45,7 +45,6 @@ class Node:
 
     @property
     def kind(self) -> type:
-        """The class of the object."""
         value: object = self.value
         return type(value)
 

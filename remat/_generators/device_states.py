@@ -79,7 +79,6 @@ def fake_state(device: torch.device) -> torch.Tensor:
 
 
 def size_bytes(device: torch.device) -> int:
-    """How large the state of a device's generator is."""
     return {"cpu": _SIZE_OF_CPU, "meta": 0}.get(device.type, _SIZE)
 
 

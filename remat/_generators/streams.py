@@ -40,7 +40,6 @@ def read(stream: str) -> Tensor:
 
 
 def write(stream: str, state: Tensor) -> None:
-    """Moves a stream to a state."""
     tracker, name = _tracker_of_stream(stream)
     states = dict(tracker.get_states())
     states[name] = trackers.state_for(states[name], state)

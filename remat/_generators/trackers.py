@@ -98,7 +98,6 @@ def register_tracker(tracker: Tracker) -> RemovableHandle:
 
 
 def is_tracker(value: object) -> bool:
-    """Whether an object is a registered tracker."""
     return number_of(value) is not None
 
 

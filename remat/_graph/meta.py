@@ -189,5 +189,4 @@ def metas_in(meta: Meta) -> list[TensorMeta]:
 
 
 def device_of(meta: Meta) -> torch.device:
-    """The device of what an operator makes."""
     return metas_in(meta)[0].device

@@ -162,5 +162,4 @@ def maker(value: ValueLike, values: Sequence[ValueLike]) -> Any:
 
 
 def made_by(value: ValueLike, values: Sequence[ValueLike]) -> str:
-    """The name of the operator behind a value."""
     return short_name(maker(value, values))

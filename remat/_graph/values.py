@@ -223,7 +223,6 @@ class Building:
 
 
 def renumbered(value: Value, places: Mapping[int, int]) -> Value:
-    """A step that reads values at other places."""
     reads = (value.args, value.kwargs, value.state)
     args, kwargs, state = replace_refs(reads, lambda use: Ref(places[use]))
     return dataclasses.replace(value, args=args, kwargs=kwargs, state=state)

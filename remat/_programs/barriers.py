@@ -134,7 +134,6 @@ class _BarrierWriter:
         return self._hold(owners, value)
 
     def _hold(self, owners: list[int], reader: Value) -> int:
-        """Copies the smallest of some values."""
         owner = min(owners, key=lambda each: bytes_of(self._graph, [each]))
         args = (Ref(self._places[owner]), Ref(self._latest))
         meta = self._old[owner].meta

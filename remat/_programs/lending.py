@@ -99,8 +99,6 @@ class _Loans:
 
 
 class _Thread(threading.local):
-    """The loans of a thread's latest run of autograd."""
-
     loans: _Loans | None = None
 
 
@@ -112,7 +110,6 @@ class Lender:
     """A program that takes values from those before, and holds some for the next."""
 
     def __init__(self, graph: Graph, run_of: Callable[[Graph], _Run]) -> None:
-        """Makes one of a graph, and of what makes a function of a graph."""
         self.graph = graph  # what it computes
         #: The values that a program after it has asked for.
         self.lent: frozenset[int] = frozenset()

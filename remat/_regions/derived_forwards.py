@@ -214,7 +214,6 @@ def unpack_duals(tensors: Sequence[Tensor]) -> list[forward_ad.UnpackedDualTenso
 
 
 def primal_of(tensor: Tensor) -> Tensor:
-    """The tensor without its tangent."""
     return unpack_dual(tensor).primal if dual_level_is_active() else tensor
 
 

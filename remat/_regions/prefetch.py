@@ -36,8 +36,6 @@ class Awaited(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What is under way on a thread."""
-
     def __init__(self) -> None:
         self.task = -1  # the run of autograd to which it belongs
         # The restorations, by what they restore.

@@ -211,7 +211,6 @@ def _run_under_jvp(
 
 
 def _with_duals(results: Results, moved: Mapping[int, Tensor]) -> Results:
-    """The results with tangents of some outputs."""
     outputs = list(results.outputs)
     for index, tangent in moved.items():
         outputs[index] = dual(outputs[index], tangent)
@@ -294,7 +293,6 @@ def _run_under_vmap(
 
 
 def without_none(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """The tensors that are there."""
     return [each for each in tensors if each is not None]
 
 

@@ -130,14 +130,12 @@ class Rerun(WithoutProgram):
     def jvp(
         self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
     ) -> tuple[Rerun, None]:
-        """The region of the outputs' tangents."""
         differentiated = [k for k, each in enumerate(self.requires_grad) if each]
         pushed = functions.pushforward(self.function, None, has_tangent, differentiated)
         wanted = (*self.requires_grad, *(True for has in has_tangent if has))
         return Rerun(pushed, pushed, wanted, self.state, is_primal=self.is_primal), None
 
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
-        """The region of the mapped function."""
         # This is how torch runs a function if reverse mode is taken per example.
         wanted = [index for index, each in enumerate(self.requires_grad) if each]
         function = functions.tracked(self.function, wanted) if save else self.function

@@ -113,7 +113,6 @@ class RunState:
             self.explicit[generator] = generator.get_state()
 
     def note_numbers(self, tensor: Tensor) -> None:
-        """Notes the numbers of a tensor that the first run is about to write to."""
         if all(tensor is not each for each, _ in self.kept):
             self.kept.append((tensor, tensor.detach().clone()))
 
@@ -207,7 +206,6 @@ def _has_numbers(tensor: Tensor) -> bool:
 
 
 def _copy_back(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Has each buffer hold the numbers beside it."""
     with torch.no_grad():
         for buffer, value in buffers:
             levels.put_numbers(buffer, value)

@@ -43,8 +43,6 @@ def departing() -> Generator[None]:
 
 @final
 class _OfThread(threading.local):
-    """The blocks that this thread is in."""
-
     def __init__(self) -> None:
         # On the instance, where Dynamo notices a change.
         # Blocks that generators open need not end in the reverse order: these are counts.

@@ -136,7 +136,6 @@ _known: dict[
 
 
 def _autocast_devices() -> tuple[str, ...]:
-    """The kinds of devices that may autocast."""
     return _devices_beside_cpu(torch.accelerator.current_accelerator())
 
 

@@ -138,7 +138,6 @@ def leaf_of(tensor: Tensor) -> Tensor:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread."""
     return graph_task() != -1
 
 

@@ -40,7 +40,6 @@ def collective_operators() -> dict[str, Any]:
 
 
 def group_of(boxed: Any) -> Any:
-    """The process group that an operator is given."""
     return _dist.ProcessGroup.unbox(boxed)
 
 

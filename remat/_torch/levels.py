@@ -265,7 +265,6 @@ def is_mapped() -> bool:
 
 
 def dual_level_is_active() -> bool:
-    """Whether a `torch.autograd.forward_ad.dual_level` is open."""
     return dual_levels._current_level >= 0
 
 

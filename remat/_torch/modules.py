@@ -113,7 +113,6 @@ def made_by_hooks(module: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def forward_hooks_in(module: torch.nn.Module) -> list[Any]:
-    """The hooks that run after the forward of a module or of one of its parts."""
     parts: Iterator[Any] = module.modules()
     return [hook for part in parts for hook in part._forward_hooks.values()]
 

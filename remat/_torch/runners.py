@@ -80,7 +80,6 @@ class Interpreted:
         return made
 
     def unpack(self, tensors: Any, count: int) -> list[Any]:
-        """The members of a list of tensors."""
         return list(self._insert_node("prim::ListUnpack", [tensors], count).outputs())
 
     def function(

@@ -172,7 +172,6 @@ def define_composite(
 
 
 def register_vmap(name: str, function: Callable[..., Any]) -> None:
-    """Says how an operator of this package is mapped."""
     api: Any = torch.library
     api.register_vmap(f"remat::{name}", function, lib=LIBRARY)
 

@@ -109,7 +109,6 @@ class OpenSizes:
         return list(dict.fromkeys(found))
 
     def text(self, number: Any) -> str:
-        """A number of the trace, in Python."""
         return self._text(number.node.expr)
 
 

@@ -107,7 +107,6 @@ class Frame:
         return tensors, cls(spec, statics, is_tensor, isinstance(tree, kind))
 
     def around(self, tensors: Sequence[Any]) -> Any:
-        """The pytree with these tensors."""
         if self.is_leaf:
             return tensors[0]
         rest, fixed = iter(tensors), iter(self.statics)

@@ -26,7 +26,6 @@ _aten = torch.ops.aten
 
 
 def has_mutations(graph: fx.Graph) -> bool:
-    """Whether some node writes in place."""
     return any(operators.is_mutable(node.target) for node in graph.nodes)
 
 
@@ -282,7 +281,6 @@ def _written_arguments(op: Any) -> list[Any]:
 
 
 def _argument_returned(op: Any, returned: Any) -> str:
-    """The argument that an in-place operator returns."""
     names = returned.alias_info.before_set
     return next(
         each.name

@@ -110,7 +110,6 @@ def _numbers_by_dim(
 
 
 def _num_dims_indexed(part: Any) -> int:
-    """How many dimensions a part of an index is for."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     if isinstance(part, Tensor) and part.dtype is torch.bool:

@@ -1,4 +1,8 @@
-"""The errors of functions and tensors that cannot be traced, wherever a region meets them."""
+"""The errors of functions and tensors that cannot be traced, wherever a region meets them.
+
+A function that returns one is named for what is refused, and the text of the error says the rest;
+`where` or `line` is the user's line.
+"""
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -38,7 +42,6 @@ def is_strided(tensor: Tensor) -> bool:
 
 
 def unstrided(where: str, tensor: Tensor) -> TraceError:
-    """The error of a region that is given, or reaches, a tensor without strides."""
     if tensor.is_nested:
         kind, do = "nested tensor", "Pass its values and offsets, or a padded tensor"
     else:
@@ -54,7 +57,6 @@ def unstrided(where: str, tensor: Tensor) -> TraceError:
 
 
 def of_open_sizes(where: str, tensor: Tensor) -> TraceError:
-    """The error of a region that is given a tensor with symbols of a trace that is not ours."""
     shape = ", ".join(map(str, tensor.shape))
     return TraceError.of(
         where=where,
@@ -66,7 +68,6 @@ def of_open_sizes(where: str, tensor: Tensor) -> TraceError:
 
 
 def overriding(kind: type[Tensor]) -> TraceError:
-    """The error of a region that is given, or reaches, a tensor of such a class."""
     return TraceError.of(
         where=f"a tensor of the class {kind.__qualname__}",
         what="has a `__torch_function__` of its own, and cannot be traced.",
@@ -92,7 +93,6 @@ def require_answers(reached: Iterable[Tensor]) -> None:
 
 
 def unknown_class(tensor: Tensor) -> TraceError:
-    """The error for a returned tensor of a class that a program cannot return."""
     described = f"tensor of layout {tensor.layout}"
     if is_strided(tensor):
         described = f"{type(tensor).__name__} {TensorMeta.of(tensor)}"
@@ -109,7 +109,6 @@ class LazyModuleError(TraceError):
 
 
 def uninitialized(which: str) -> TraceError:
-    """The error for a parameter that a lazy module has yet to make."""
     return LazyModuleError.of(
         where=f"a lazy module's parameter, {which}",
         what="has no shape yet.",
@@ -120,7 +119,6 @@ def uninitialized(which: str) -> TraceError:
 
 
 def out_of_sight(where: str) -> CapturedTensorError:
-    """The error for a captured tensor that TorchScript uses."""
     return CapturedTensorError.of(
         where=where,
         what="is used by TorchScript, whose operators a trace cannot see.",
@@ -156,7 +154,6 @@ def hidden(tensor: Tensor) -> CapturedTensorError:
 
 
 def distributed(tensor: Tensor) -> TraceError:
-    """The error for a tensor in parts that was made inside, where another is given."""
     return TraceError.of(
         where=f"a {type(tensor).__name__} {TensorMeta.of(tensor)}, used at {user_line()}",
         what="is combined with others in a region, where some are given and some "
@@ -180,7 +177,6 @@ def from_array(function: str, made: Any = None) -> CapturedTensorError:
 
 
 def other_default_dtype(function: str) -> TraceError:
-    """The error for a torch function that runs where the user's function has set a dtype."""
     return TraceError.of(
         where=f"torch.{function} at {user_line()}",
         what=f"runs under {torch.get_default_dtype()} as the default dtype, which the function "
@@ -310,7 +306,6 @@ def require_no_gradients(operands: Sequence[Tensor]) -> None:
 
 
 def sets_data(tensor: Tensor) -> TraceError:
-    """The error for `x.data = y`."""
     return TraceError.of(
         where=f"`.data = ...` of {TensorMeta.of(tensor)} at {user_line()}",
         what="replaces a tensor's data, which neither autograd nor a trace sees.",
@@ -321,7 +316,6 @@ def sets_data(tensor: Tensor) -> TraceError:
 
 
 def converts(module: nn.Module) -> TraceError:
-    """The error for a module that the function converts, as by `self.double()`."""
     return TraceError.of(
         where=f"a {type(module).__name__}, converted at {user_line()}",
         what="gets other parameters or buffers inside a region.",
@@ -331,7 +325,6 @@ def converts(module: nn.Module) -> TraceError:
 
 
 def driven(module: nn.Module) -> TraceError:
-    """The error for a region around a module that an engine of `torch.distributed` drives."""
     return TraceError.of(
         where=f"a {type(module).__name__}",
         what="is called inside a region.",
@@ -344,7 +337,6 @@ def driven(module: nn.Module) -> TraceError:
 
 
 def view_of_unknown(line: str) -> TraceError:
-    """The error for a returned view of which the trace has lost what it is a view of."""
     return TraceError.of(
         where=line or "a tensor that the function returns",
         what="is a view of a tensor that was transposed in place, and written to since.",
@@ -354,7 +346,6 @@ def view_of_unknown(line: str) -> TraceError:
 
 
 def reshapes_in_place(line: str) -> TraceError:
-    """The error for a view that is reshaped in place on this line, and written to since."""
     return TraceError.of(
         where=line,
         what="reshapes a view in place (`t_`, `squeeze_` and their kind), and a write follows.",
@@ -364,7 +355,6 @@ def reshapes_in_place(line: str) -> TraceError:
 
 
 def of_a_write(why: str, line: str) -> TraceError:
-    """The error for a write in place, made by this line, that torch cannot follow in a trace."""
     return TraceError.of(
         where=line or "the function",
         what="reads or writes memory that is written to in a way that cannot be traced.",
@@ -374,7 +364,6 @@ def of_a_write(why: str, line: str) -> TraceError:
 
 
 def mutates(line: str) -> MutationError:
-    """The error for an in-place change, on this line, of a differentiated argument."""
     return MutationError.of(
         where=line or "the function",
         what="an argument that is to be differentiated is changed in place.",
@@ -386,7 +375,6 @@ def mutates(line: str) -> MutationError:
 
 
 def gains_gradient(where: str) -> MutationError:
-    """The error for a tensor that is no argument, and gets a gradient by what is written to it."""
     return MutationError.of(
         where=where,
         what="gets a gradient by what the function writes to it.",
@@ -408,7 +396,6 @@ def caught(error: RematError, goes_on: str) -> RematError:
 
 
 def on_another_thread() -> TraceError:
-    """The error for a function that computes on another thread than its trace's."""
     return TraceError.of(
         where=user_line() or "the function",
         what="the function computes on another thread.",
@@ -502,7 +489,6 @@ def of_a_step(error: Exception, where: str) -> RematError | None:
 
 
 def takes_functions(where: str, why: str) -> TraceError:
-    """The error for an operator that takes functions, and what cannot be traced of it."""
     return TraceError.of(
         where=where,
         what="an operator that takes functions, as torch.cond does, cannot be traced here.",
@@ -513,7 +499,6 @@ def takes_functions(where: str, why: str) -> TraceError:
 
 
 def raises_in_its_trace(error: Exception) -> TraceError:
-    """The error for a function that raises in its trace, whatever it raises."""
     first = str(error).partition("\n")[0].rstrip(". ")
     return TraceError.of(
         where=line_of(error) or "the function",
@@ -524,7 +509,6 @@ def raises_in_its_trace(error: Exception) -> TraceError:
 
 
 def of_values(error: Exception, where: str = "") -> TraceError:
-    """The error for an operator that needs the values of a tensor, at this line."""
     lacking = fakes.lacking(error)
     if lacking == "fake implementation":
         instead = "torch.library.register_fake, which tells the operator's shapes"

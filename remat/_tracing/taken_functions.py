@@ -44,8 +44,6 @@ class Within:
 @final
 @dataclasses.dataclass(eq=False)
 class _TakenFunction:
-    """A function that an operator takes, as the operator calls it."""
-
     function: Callable[..., Any]
     within: Within
     #: What the operator was given for the last of its own tensors.

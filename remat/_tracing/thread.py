@@ -102,8 +102,6 @@ class Running:
 
 
 class _Thread(threading.local):
-    """What this thread is in."""
-
     running: Running | None = None  # the trace, if it is in one
     depth: int = 0  # how many traces are around, those of derived programs counted
     #: Where functions run by themselves, and not in a trace inside of that, what stands for
@@ -115,7 +113,6 @@ _thread = _Thread()
 
 
 def is_running() -> bool:
-    """Whether this thread is tracing."""
     return _thread.running is not None
 
 
@@ -130,7 +127,6 @@ def is_lifting() -> bool:
 
 
 def has_open_sizes() -> bool:
-    """Whether this thread is in a trace that has symbols for sizes."""
     return _thread.running is not None and _thread.running.shape_env is not None
 
 

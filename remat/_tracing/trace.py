@@ -51,8 +51,6 @@ Flat = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """What to trace."""
-
     function: Flat  # tensors in, tensors (or None) out
     operands: tuple[TensorMeta, ...]  # the metadata of what goes in
     #: The metadata of each output's cotangent, None where none comes; the whole is None for
