@@ -62,12 +62,12 @@ class Joint:
 
     @property
     def output_metas(self) -> tuple[TensorMeta, ...]:
-        metas = [self.graph.values[ref.index].meta for ref in self.outputs]
-        return tuple(
-            dataclasses.replace(meta, placement=placement)
-            for meta, placement in zip(metas, self.placements, strict=True)
-            if isinstance(meta, TensorMeta)
-        )
+        pairs = zip(self.graph.metas(self.outputs), self.placements, strict=True)
+        return tuple(dataclasses.replace(m, placement=spread) for m, spread in pairs)
+
+    @property
+    def state_metas(self) -> list[TensorMeta]:
+        return self.graph.metas(self.states)
 
 
 def view_path(

@@ -116,6 +116,11 @@ class Graph:
             lines.append(f"  %{index} = {call}{comment(value)}")
         return "\n".join([*lines, f"  return {', '.join(map(repr, self.outputs))}"])
 
+    def metas(self, uses: Iterable[Ref | None]) -> list[TensorMeta]:
+        """The metadata of values, each of which is one tensor."""
+        found = [self.values[ref.index].meta for ref in uses if ref is not None]
+        return [meta for meta in found if isinstance(meta, TensorMeta)]
+
     @property
     def operators(self) -> tuple[str, ...]:
         """The names of the operators that a run executes, views included, in order."""

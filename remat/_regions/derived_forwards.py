@@ -48,7 +48,7 @@ def backward_forward(
     rows = zip(joint.gradients, joint.spread, asked.wanted, strict=True)
     wanted = [(ref, spread) for ref, spread, each in rows if each]
     cotangents = [meta for meta in asked.cotangents if meta is not None]
-    inputs = [*operands, *state_metas(kept.analysis), *cotangents]
+    inputs = [*operands, *joint.state_metas, *cotangents]
     placements = [meta.placement for meta in inputs]
     graph = _recomputing(kept, [ref for ref, _ in wanted], is_cut=True)
     unique, views, spread = unique_outputs(
@@ -141,13 +141,6 @@ def identity_views(count: int) -> tuple[View, ...]:
     return tuple(View(place, None, None, False) for place in range(count))
 
 
-def state_metas(analysis: Analysis) -> list[TensorMeta]:
-    """The metadata of the generator states that a backward takes."""
-    joint = analysis.joint
-    metas = [joint.graph.values[state.index].meta for state in joint.states]
-    return [meta for meta in metas if isinstance(meta, TensorMeta)]
-
-
 def require_parts(placements: Sequence[Any], asked: Asked) -> None:
     """Refuses a cotangent of a DTensor that is given as a whole: its parts are unknown."""
     for layout, placement in zip(asked.layouts, placements, strict=False):
@@ -227,9 +220,7 @@ def dual(primal: Tensor, tangent: Tensor) -> Tensor:
 def moved_outputs(forward: Forward) -> tuple[int, ...]:
     """Which outputs of a region with this forward have tangents."""
     graph = forward.program.graph
-    outputs = graph.outputs[: forward.shape[0]]
-    metas = [graph.values[ref.index].meta for ref in outputs if ref]
-    found = [meta for meta in metas if isinstance(meta, TensorMeta)]
+    found = graph.metas(graph.outputs[: forward.shape[0]])
     return tuple(place for place, meta in enumerate(found) if meta.is_differentiable)
 
 

@@ -39,7 +39,6 @@ from remat._regions.derived_forwards import (
     moved_outputs,
     pushed_forward,
     require_parts,
-    state_metas,
     tangent_metas,
 )
 from remat._regions.forwards import Calls, FastPath, Forward, placements_of
@@ -370,7 +369,7 @@ class TracedRegion:
         storages = self.stages(roots).storages or (Keep(),) * len(saved)
         kept = Saved(analysis, saved, storages, self.verify)
         given = backward_forward(self.function, self.operands, kept, asked)
-        return given, state_metas(analysis)
+        return given, analysis.joint.state_metas
 
     @property
     def _differentiated(self) -> tuple[int, ...]:
@@ -390,7 +389,7 @@ class TracedRegion:
         if not moved:
             return self, moved  # there is no tangent to compute
         outputs = tuple(self.chosen[index] for index in moved)
-        recorded = state_metas(self.stages(roots).analysis) if num_states else []
+        recorded = self.stages(roots).joint.state_metas if num_states else []
         tangents = tangent_metas(self.operands, has_tangent)
         operands = (*self.operands, *recorded, *tangents)
         function = self.function.derive(
