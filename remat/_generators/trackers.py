@@ -5,8 +5,8 @@ Which are registered, and their states by value.
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Generator, Mapping
-from typing import Any, Protocol, final
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -114,23 +114,21 @@ def plainly() -> Generator[None]:
         yield
 
 
-@final
-class Snapshot:
-    """The states of all registered trackers, by value, as they are when it is made."""
+def recorded() -> Callable[[], None]:
+    """What sets all registered trackers to the states, by value, that they have now."""
+    found = [
+        (each, {name: (held, state_of(held)) for name, held in states.items()})
+        for each in registered.values()
+        for states in [each.get_states()]
+    ]
 
-    def __init__(self) -> None:
-        self._found = [
-            (each, {name: (held, state_of(held)) for name, held in states.items()})
-            for each in registered.values()
-            for states in [each.get_states()]
-        ]
-
-    def put_back(self) -> None:
-        """Sets the trackers to these states; may be called again."""
-        for tracker, states in self._found:
+    def put_back() -> None:
+        for tracker, states in found:
             tracker.set_states(
                 {name: state_for(held, value) for name, (held, value) in states.items()}
             )
+
+    return put_back
 
 
 def state_of(held: Any) -> Tensor:

@@ -18,7 +18,7 @@ import collections
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
@@ -44,19 +44,11 @@ _FEW_BYTES = 2**13
 _MOST_LOANS = 16  # how many programs back one may take from, a heuristic
 
 
-class _InputIdentity(NamedTuple):
-    """What is the same of two inputs that are one."""
-
-    memory: StorageWeakRef  # as long as this exists, no other storage is equal to it
-    offset: Any
-    layout: Any
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _InputIdentity:
-        (version,) = levels.versions_of([tensor])
-        memory = StorageWeakRef(tensor.untyped_storage())
-        return cls(memory, tensor.storage_offset(), layout_of(tensor), version)
+def _identity(tensor: Tensor) -> Hashable:
+    """What is the same of two inputs that are one; while it exists, no other storage is equal."""
+    memory = StorageWeakRef(tensor.untyped_storage())
+    place = tensor.storage_offset(), layout_of(tensor)
+    return (memory, *place, *levels.versions_of([tensor]))
 
 
 class _Loan(NamedTuple):
@@ -74,13 +66,12 @@ class _Loans:
     def __init__(self, task: int) -> None:
         self.task = task
         self.latest = collections.deque[_Loan](maxlen=_MOST_LOANS)
-        self._numbers: dict[_InputIdentity, int] = {}
+        self._numbers: dict[Hashable, int] = {}
 
     def numbers_of(self, inputs: Sequence[Tensor]) -> list[int]:
         """Equal numbers for inputs that are one, of whichever programs."""
         known = self._numbers
-        given = map(_InputIdentity.of, inputs)
-        return [known.setdefault(each, len(known)) for each in given]
+        return [known.setdefault(each, len(known)) for each in map(_identity, inputs)]
 
     def add(self, loan: _Loan) -> None:
         """Keeps a loan, in place of the oldest one, in which nothing stays."""

@@ -12,9 +12,8 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
-from remat._generators import device_states, streams
+from remat._generators import device_states, streams, trackers
 from remat._generators.python_and_numpy import drawing_from, set_states, states
-from remat._generators.trackers import Snapshot
 from remat._graph.meta import TensorMeta
 from remat._rerun import fully_shard
 from remat._torch import autograd, fakes, isolation, levels, modes, tensors, tracer
@@ -30,7 +29,7 @@ class _Randomness:
     """The states of generators and trackers at one moment, by value."""
 
     devices: dict[torch.device, Tensor]  # the states of the default generators
-    trackers: Snapshot  # those of the registered trackers
+    put_trackers_back: Callable[[], None]  # sets the registered trackers to theirs
     explicit: dict[torch.Generator, Tensor]  # those of generators of the user's
 
     @classmethod
@@ -39,7 +38,7 @@ class _Randomness:
     ) -> Self:
         return cls(
             {device: device_states.record(device) for device in devices},
-            Snapshot(),
+            trackers.recorded(),
             {each: each.get_state() for each in explicit},
         )
 
@@ -56,7 +55,7 @@ class _Randomness:
     def put_back(self) -> None:
         for device, state in self.devices.items():
             device_states.swap(state, device)
-        self.trackers.put_back()
+        self.put_trackers_back()
         for generator, state in self.explicit.items():
             generator.set_state(state)
 

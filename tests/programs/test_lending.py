@@ -166,12 +166,12 @@ def test_plain_autograd_outside_takes_values_too() -> None:
 def test_a_tensor_that_was_written_to_is_another_one() -> None:
     """Although its memory and its layout are the same."""
     x = X.clone()
-    before = lending._InputIdentity.of(x)
-    same = lending._InputIdentity.of(x.detach())
+    before = lending._identity(x)
+    same = lending._identity(x.detach())
     x.add_(1)
 
     assert before == same
-    assert before != lending._InputIdentity.of(x)
+    assert before != lending._identity(x)
 
 
 @pytest.mark.parametrize("communicates", [True, False])
