@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from remat import _captures
 from remat._errors import SecondDerivativeError, TraceError
 from remat._torch import autograd, distributed
+from remat._torch.attributes import attributes_as
 from remat._tracing import engines
 from remat._tracing.refusals import driven
 
@@ -93,12 +94,10 @@ class Engine:
             for parameter in distributed.sharded_parameters(module):
                 self.add(parameter)
 
-        _running.engines.append(self)
-        try:
-            with contextlib.ExitStack() as again, engines.around_driven(enter, leave):
-                yield
-        finally:
-            _running.engines.remove(self)
+        within = attributes_as(_running, engines=(*_running.engines, self))
+        hooked = engines.around_driven(enter, leave)
+        with within, contextlib.ExitStack() as again, hooked:
+            yield
         for module in called:
             if not distributed.is_fsdp_idle(module):
                 raise TraceError.of(
@@ -136,9 +135,7 @@ def refuse_second_derivative(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 class _Running(threading.local):
-    def __init__(self) -> None:
-        # Whose regions this thread runs, outermost first.
-        self.engines: list[Engine] = []
+    engines: tuple[Engine, ...] = ()  # whose regions this thread runs, outermost first
 
 
 _running = _Running()
