@@ -416,7 +416,8 @@ class _Substituted(TorchFunctionMode):
         if self._state.before is None:
             for target in _written_tensors(func, args, kwargs):
                 self._constants.before_write(target, self._state)
-        out = self._call(func, args, kwargs)
+        with out_keeps_its_shape(kwargs, self._is_from_outside):
+            out = func(*args, **kwargs)
         given = set(map(id, trees.tensor_leaves((args, kwargs))))
         self._state.made |= set(map(id, trees.tensor_leaves(out))) - given
         self._state.refuse_draws(func)
@@ -432,14 +433,6 @@ class _Substituted(TorchFunctionMode):
 
     def _replaces(self) -> bool:
         return self._where != BACKWARD or autograd.is_in_users_backward()
-
-    def _call(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if "out" not in kwargs:
-            return func(*args, **kwargs)
-        with out_keeps_its_shape(kwargs, self._is_from_outside):
-            return func(*args, **kwargs)
 
     def _is_operand(self, tensor: Tensor) -> bool:
         pairs = self._stand_ins.items()

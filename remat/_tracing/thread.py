@@ -325,11 +325,9 @@ class UserCalls(TorchFunctionMode):
         before = len(graph.nodes)
         is_gathered = taking_functions.indexes_by_tensors()
         out = NotImplemented if is_gathered else running.look_ups.call(func, args)
-        if out is NotImplemented and "out" in kwargs:
+        if out is NotImplemented:
             with refusals.out_keeps_its_shape(kwargs, running.is_stand_in):
                 out = self._call_lifted(func, args, kwargs)
-        elif out is NotImplemented:
-            out = self._call_lifted(func, args, kwargs)
         if len(graph.nodes) > before:
             note = importing.Note(user_line(), function_name(func), is_backward=False)
             importing.annotate(graph, before, note)
