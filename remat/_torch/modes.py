@@ -120,14 +120,13 @@ def default_device() -> torch.device | None:
     return None
 
 
-@contextlib.contextmanager
-def with_default_device(device: torch.device | None) -> Generator[None]:
-    """Runs the body under a default device of this thread, or under none."""
+def with_default_device(
+    device: torch.device | None,
+) -> contextlib.AbstractContextManager[Any]:
+    """A context whose body runs under a default device of this thread, or under none."""
     if device == default_device():
-        yield
-        return
-    with device or _without_default_device():
-        yield
+        return contextlib.nullcontext()
+    return device or _without_default_device()
 
 
 @contextlib.contextmanager
