@@ -138,7 +138,7 @@ def are_identity_views(views: tuple[View, ...]) -> bool:
 
 def identity_views(count: int) -> tuple[View, ...]:
     """The views of a region that returns exactly its outputs."""
-    return tuple(View(place, None, None, False) for place in range(count))
+    return tuple(View(place) for place in range(count))
 
 
 def require_parts(placements: Sequence[Any], asked: Asked) -> None:

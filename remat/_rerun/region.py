@@ -112,10 +112,8 @@ class Rerun(WithoutProgram):
             first = _accumulating(self.function, pull, engine)
             again = fully_shard.refuse_second_derivative
         views = tuple(
-            View(given.index(index), None, None, False)
-            if index in given
-            else View(None, None, None, True)
-            for index in wanted
+            View(given.index(k)) if k in given else View(is_detached=True)
+            for k in wanted
         )
         return Rerun(
             _rerun_with_zeros(first, pull),

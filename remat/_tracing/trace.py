@@ -405,7 +405,7 @@ def _views_of_returned(
             made_of = (None, place) if is_operand else (run.chosen.index(place), None)
             yield View(*made_of, None, *cuts)
         elif ref is None:
-            yield View(None, None, None, True)
+            yield View(is_detached=True)
         else:
             path = view_path(graph, bases, ref)
             if path is None:
