@@ -130,16 +130,13 @@ class DecoratedFunction(Generic[_P, _R]):
 
     def of_copy(self, module: object, original: object) -> Callable[..., Any]:
         """The region of a copy of a module: around the forward of its class, if this is one's."""
-        if type(module) is type(original) or not self._is_forward_of(original):
+        is_own = _forward_of(original) in (self, self._fun)
+        if type(module) is type(original) or not is_own:
             return self
         own = _forward_of(module)
         if is_region(own):
             return own
         return DecoratedFunction(own, self.settings, self._where)
-
-    def _is_forward_of(self, module: object) -> bool:
-        forward = _forward_of(module)
-        return forward is self or forward is self._fun
 
     def _call_traced(self, site: CallSite) -> Any:
         """Makes a call by its trace, which is found or made."""
