@@ -45,10 +45,9 @@ def bits(key: Tensor, shape: Shape = (), *, dtype: torch.dtype = torch.int32) ->
         `jax.random.bits`, which defaults to uint32; the bits are those of
         `torch.func._random.bits`.
     """
-    require_key(key, "bits")
-    _require_drawn_dtype(dtype, _INTEGERS, "bits")
+    shape = _checked_shape("bits", key, shape, dtype, _INTEGERS)
     info = torch.iinfo(dtype)
-    return _draw_integers(key, as_shape(shape, "bits"), info.min, info.max, dtype)
+    return _draw_integers(key, shape, info.min, info.max, dtype)
 
 
 def uniform(
@@ -84,12 +83,8 @@ def uniform(
         >>> random.uniform(random.key(0), (3,), minval=-1.0).abs().max() <= 1
         tensor(True)
     """
-    require_key(key, "uniform")
-    _require_drawn_dtype(dtype, _FLOATS, "uniform")
-    _require_numbers("uniform", minval=minval, maxval=maxval)
-    shape = as_shape(shape, "uniform")
+    shape = _checked_shape("uniform", key, shape, dtype, minval=minval, maxval=maxval)
     if isinstance(minval, Tensor) or isinstance(maxval, Tensor):
-        _require_fit("uniform", shape, minval=minval, maxval=maxval)
         unit = _ops.UNIFORM(key, shape, 0.0, 1.0, dtype)
         return (minval + unit.to(_computed_in(dtype)) * (maxval - minval)).to(dtype)
     _require(minval <= maxval, "uniform", "minval <= maxval", (minval, maxval))
@@ -133,13 +128,9 @@ def normal(
         `jax.random.normal`, which has neither mean nor std; the numbers are those of
         `torch.func._random.normal`.
     """
-    require_key(key, "normal")
-    _require_drawn_dtype(dtype, _FLOATS, "normal")
-    _require_numbers("normal", mean=mean, std=std)
+    shape = _checked_shape("normal", key, shape, dtype, mean=mean, std=std)
     _require(isinstance(std, Tensor) or std >= 0, "normal", "a std of 0 or more", std)
-    shape = as_shape(shape, "normal")
     if isinstance(mean, Tensor) or isinstance(std, Tensor):
-        _require_fit("normal", shape, mean=mean, std=std)
         standard = _ops.NORMAL(key, shape, 0.0, 1.0, dtype)
         return (mean + std * standard.to(_computed_in(dtype))).to(dtype)
     return _ops.NORMAL(key, shape, float(mean), float(std), dtype)
@@ -167,11 +158,8 @@ def bernoulli(key: Tensor, shape: Shape = (), *, p: float | Tensor = 0.5) -> Ten
         >>> random.bernoulli(random.key(0), (1000,), p=0.25).sum()
         tensor(238)
     """
-    require_key(key, "bernoulli")
-    _require_numbers("bernoulli", p=p)
-    shape = as_shape(shape, "bernoulli")
+    shape = _checked_shape("bernoulli", key, shape, torch.float32, p=p)
     if isinstance(p, Tensor):
-        _require_fit("bernoulli", shape, p=p)
         return _ops.UNIFORM(key, shape, 0.0, 1.0, torch.float32) < p
     _require(0.0 <= p <= 1.0, "bernoulli", "a p in [0, 1]", p)
     return _ops.MASK(key, shape, float(p), 1.0, torch.bool)
@@ -211,13 +199,11 @@ def randint(
         >>> random.randint(random.key(0), (5,), maxval=10)
         tensor([1, 3, 8, 0, 4], dtype=torch.int32)
     """
-    require_key(key, "randint")
-    _require_drawn_dtype(dtype, _INTEGERS, "randint")
+    shape = _checked_shape("randint", key, shape, dtype, _INTEGERS)
     advice = "It bounds whole numbers."
     minval = as_integer("random.randint(minval=...)", minval, advice)
     maxval = as_integer("random.randint(maxval=...)", maxval, advice)
     _require_randint_range(minval, maxval, dtype)
-    shape = as_shape(shape, "randint")
     return _draw_integers(key, shape, minval, maxval - 1, dtype)
 
 
@@ -300,15 +286,11 @@ def truncated_normal(
         >>> random.truncated_normal(random.key(0), (100,), lower=0.0).min() > 0
         tensor(True)
     """
-    require_key(key, "truncated_normal")
-    _require_drawn_dtype(dtype, _FLOATS, "truncated_normal")
-    _require_numbers("truncated_normal", lower=lower, upper=upper)
+    name = "truncated_normal"
+    shape = _checked_shape(name, key, shape, dtype, lower=lower, upper=upper)
     if not (isinstance(lower, Tensor) or isinstance(upper, Tensor)):
-        bounds = (lower, upper)
-        _require(lower < upper, "truncated_normal", "lower < upper", bounds)
+        _require(lower < upper, name, "lower < upper", (lower, upper))
     computed = _computed_in(dtype)
-    shape = as_shape(shape, "truncated_normal")
-    _require_fit("truncated_normal", shape, lower=lower, upper=upper)
 
     def bound(value: float | Tensor) -> Tensor:
         # Made with `torch.full`, which a trace can repeat.
@@ -356,12 +338,9 @@ def gumbel(
         >>> random.gumbel(random.key(0), (2,)).isfinite().all()
         tensor(True)
     """
-    require_key(key, "gumbel")
-    _require_drawn_dtype(dtype, _FLOATS, "gumbel")
+    shape = _checked_shape("gumbel", key, shape, dtype)
     computed = _computed_in(dtype)
-    u = uniform(key, as_shape(shape, "gumbel"), dtype=computed).clamp(
-        min=torch.finfo(computed).tiny
-    )
+    u = uniform(key, shape, dtype=computed).clamp(min=torch.finfo(computed).tiny)
     return (-torch.log(-torch.log(u))).to(dtype)
 
 
@@ -488,30 +467,40 @@ def _length_of(axis: int, shape: Sequence[int], function: str) -> int:
     return shape[axis]
 
 
-def _require_numbers(function: str, **given: object) -> None:
-    """Raises unless each is a number, or a tensor."""
-    for name, each in given.items():
+def _checked_shape(
+    function: str,
+    key: object,
+    shape: Shape,
+    dtype: torch.dtype,
+    known: tuple[torch.dtype, ...] = _FLOATS,
+    **numbers: float | Tensor,
+) -> list[int]:
+    """The sizes of what a function is asked to draw; raises unless it can draw that.
+
+    Each number is one, or a tensor that broadcasts to the shape: a larger one would share draws.
+    """
+    require_key(key, function)
+    _require_drawn_dtype(dtype, known, function)
+    for name, each in numbers.items():
         if not isinstance(each, Tensor):
             require_number(f"random.{function}({name}=...)", each)
+    wanted = as_shape(shape, function)
+    for name, each in numbers.items():
+        sizes = each.shape if isinstance(each, Tensor) else ()
+        pairs = zip(reversed(sizes), reversed(wanted), strict=False)
+        if len(sizes) > len(wanted) or any(size not in (1, end) for size, end in pairs):
+            raise ValueError(
+                f"random.{function}(key, shape) draws numbers of shape {tuple(wanted)}, to "
+                f"which {name}, of shape {tuple(sizes)}, does not broadcast. Pass the shape "
+                "of the result."
+            )
+    return wanted
 
 
 def _require(holds: bool, function: str, takes: str, given: object) -> None:
     """Raises unless what is asked of the numbers given holds; what tensors hold is not read."""
     if not holds:
         raise ValueError(f"random.{function} takes {takes}, not {given!r}.")
-
-
-def _require_fit(function: str, shape: list[int], **given: float | Tensor) -> None:
-    """Raises unless each tensor broadcasts to the shape: a larger one would share draws."""
-    for name, each in given.items():
-        sizes = each.shape if isinstance(each, Tensor) else ()
-        pairs = zip(reversed(sizes), reversed(shape), strict=False)
-        if len(sizes) > len(shape) or any(size not in (1, end) for size, end in pairs):
-            raise ValueError(
-                f"random.{function}(key, shape) draws numbers of shape {tuple(shape)}, to "
-                f"which {name}, of shape {tuple(sizes)}, does not broadcast. Pass the shape "
-                "of the result."
-            )
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
