@@ -1,9 +1,7 @@
 """Puts a region in place of a module's `forward`, and takes it out again.
 
 The region is the attribute `forward` of the *instance*. The class does not change, nor
-do `isinstance`, `type(module)`, parameter names, `state_dict`, and what other tools do
-by changing a module's class (`fully_shard`, parametrizations), before or after. A
-module's own hooks run in `nn.Module.__call__`, around the region, once per call.
+what other tools do by changing it (`fully_shard`, parametrizations), before or after.
 """
 
 import contextlib

@@ -1,9 +1,7 @@
 """The policy that decides by the operator or the torch function that made a value.
 
-All targets become globs of names, which print, compare and pickle. The number of dots says what a
-glob matches: `aten.mm.default` an overload, `aten.mm` an operator, and `mm` the bare name of an
-ATen operator or the torch function that the user called. An operator that torch decomposes before
-a trace sees it, such as `aten.linear`, stands for the function.
+All targets become globs of names, which print, compare and pickle; the number of dots says
+whether one matches overloads, operators, or bare names and functions.
 """
 
 from collections.abc import Callable

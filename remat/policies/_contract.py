@@ -3,10 +3,6 @@
 A policy is a function from a value to a decision. It is an immutable object itself: it compares,
 hashes and pickles, and its repr is the code that makes it. It may be asked about a value any
 number of times, in any order, and must answer the same each time; it never sees a tensor.
-
-`|`, `&`, `~` and `.stored` combine policies. `|`, `&` and `~` are the union, the
-intersection and the complement of the sets of saved values. The storage comes from the
-left operand if that saves the value; a complement saves with `Keep()`.
 """
 
 import abc
@@ -332,7 +328,7 @@ class Changed(AbstractPolicy):
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Complement(Changed):
-    """Recomputes what the operand saves, and keeps what it recomputes."""
+    """Recomputes what the operand saves, and keeps what it recomputes, by `Keep()`."""
 
     def __call__(self, value: Value, /) -> Save | Recompute:
         saves = isinstance(decide(self.policy, value), Save)

@@ -4,9 +4,8 @@ Megatron-LM calls this distributed saved activations [1]; ZeRO-R calls it partit
 activation checkpointing [2]. It is for values that are the same on all ranks, such as
 the input of a tensor-parallel layer.
 
-A part is a copy: the caller's tensor is neither truncated nor kept alive. Any size
-works: the parts of the last ranks are padded with zeros, which are removed again. One
-collective gathers all values of a region that have the same dtype.
+A part is a copy: the caller's tensor is neither truncated nor kept alive. The parts of
+the last ranks are padded with zeros, which are removed again.
 
 References:
     [1] Reducing Activation Recomputation in Large Transformer Models. V. Korthikanti et
