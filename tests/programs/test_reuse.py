@@ -91,23 +91,29 @@ def given_to(op: Any, dtype: torch.dtype) -> list[Any]:
     return found
 
 
+def takes(op: Any, dtype: torch.dtype) -> bool:
+    """Whether an operator takes these arguments."""
+    try:
+        op(*given_to(op, dtype))
+    except NOT_FOR_THESE:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("op", STRUCTURED, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_operator_may_write_over_each_argument(op: Any, dtype: torch.dtype) -> None:
-    """What it writes is to the bit what it returns."""
+def test_an_operator_may_write_over_each_argument(op: Any) -> None:
+    """What it writes is to the bit what it returns, in each dtype that it takes."""
     variant = schemas.out_variant(op)
     assert variant is not None
-    try:
+    for dtype in (each for each in DTYPES if takes(op, each)):
         expected = op(*given_to(op, dtype))
-    except NOT_FOR_THESE:
-        return
-    for index, argument in enumerate(given_to(op, dtype)):
-        args = given_to(op, dtype)
-        same = isinstance(argument, Tensor) and expected.dtype is argument.dtype
-        if same and expected.stride() == argument.stride():
-            variant[0](*args, **{variant[1]: args[index]})
-            assert torch.equal(args[index].isnan(), expected.isnan())
-            assert_bitwise(args[index].nan_to_num(), expected.nan_to_num())
+        for index, argument in enumerate(given_to(op, dtype)):
+            args = given_to(op, dtype)
+            same = isinstance(argument, Tensor) and expected.dtype is argument.dtype
+            if same and expected.stride() == argument.stride():
+                variant[0](*args, **{variant[1]: args[index]})
+                assert torch.equal(args[index].isnan(), expected.isnan())
+                assert_bitwise(args[index].nan_to_num(), expected.nan_to_num())
 
 
 def test_the_operators_of_networks_have_a_form_that_writes() -> None:
