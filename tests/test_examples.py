@@ -82,7 +82,7 @@ PROGRAMS = {
     "per_example_gradients": ["--steps", "2"],
     "physics_informed": ["--steps", "2"],
     "meta_learning": ["--steps", "2"],
-    "hessian": ["--eigenvalues", "1"],
+    "hessian": ["--eigenvalues", "1", "--tolerance", "0.01"],
     "neural_ode": ["--length", "60", "--steps", "1"],
     "functional_training": ["--steps", "2"],
     "tensor_parallel": ["--steps", "2"],

@@ -71,7 +71,8 @@ def main() -> None:
     """Compares the model without and with regions."""
     parser = argparse.ArgumentParser(description="Eigenvalues of a Hessian.")
     parser.add_argument("--eigenvalues", type=int, default=3)
-    count = parser.parse_args().eigenvalues
+    parser.add_argument("--tolerance", type=float, default=0)
+    given = parser.parse_args()
 
     torch.manual_seed(0)
     shapes = {"table": (SYMBOLS, WIDTH)}
@@ -88,7 +89,8 @@ def main() -> None:
     print("         peak of a product  largest eigenvalues")
     for name, layer in {"plain": block, "regions": remat(block)}.items():
         hessian = hessian_of(lambda p, layer=layer: loss_of(p, tokens, layer), params)
-        spectra.append(eigsh(hessian, count, v0=start, return_eigenvectors=False))
+        how = {"v0": start, "tol": given.tolerance, "return_eigenvectors": False}
+        spectra.append(eigsh(hessian, given.eigenvalues, **how))
         with LiveBytes() as live:
             hessian.matvec(start)
         peaks.append(live.peak_bytes)

@@ -176,10 +176,9 @@ def test_second_derivatives_by_torch_func(name: str, nest: str, policy: str) -> 
     assert_alike(lambda f: NESTS[nest](TORCH, f, W, X), FUNCTIONS[name], policy)
 
 
-#: What each time is tried: a solver, a draw, a write, and a product twice.
+#: What each time is tried: a solver, a write, and a product twice.
 OF_ONE_POLICY = {
     ("solve", "grad(vmap(grad))"),
-    ("dropout", "jvp(grad)"),
     ("in_place", "grad(grad)"),
     ("gelu", "grad(vmap(grad))"),
 }

@@ -30,6 +30,7 @@ from tests.support import (
     pairwise,
     run,
     seeded,
+    swept,
 )
 
 # An inner policy's names are another region's business, and some cells save nothing.
@@ -227,7 +228,7 @@ def test_inner_regions_of_another_policy_bound_second_derivatives():
 
 @pytest.mark.parametrize(
     "policy",
-    [policies.save_only_these_names("first"), policies.budget(1 << 14)],
+    [policies.save_only_these_names("first"), *swept([policies.budget(1 << 14)])],
     ids=["one value", "a budget"],
 )
 def test_inner_regions_bound_second_derivatives_where_they_bound_first(policy):
