@@ -14,9 +14,8 @@ from torch.func import grad, jvp, vmap
 from torch.nn import functional as F
 
 from remat import policies, remat
+from tests.laws.switches import bfloat16
 from tests.support import seeded
-
-HERE = torch.get_default_device().type
 
 Function = Callable[..., Tensor]
 
@@ -90,7 +89,7 @@ def test_norms_between_products_in_half_precision(
         lambda weight, x: loss(weight, x, scale, bias), policy=policy, engine="trace"
     )
     for derivative in ASKED[asked]:
-        with torch.autocast(HERE, dtype=torch.bfloat16):
+        with bfloat16:
             found = derivative(region)(weight, x, direction)
         exact = derivative(
             lambda weight, x: loss(weight, x, scale.double(), bias.double())

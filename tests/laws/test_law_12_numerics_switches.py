@@ -7,7 +7,7 @@ under the forward's."
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,18 +15,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat import chain, checkpoint_name, policies, remat, scan, schedules
+from remat import chain, policies, remat, scan, schedules
 from remat._torch import modes
+from tests.laws.switches import HERE, arguments, bfloat16, mlp
 from tests.support import assert_bitwise, deterministic, pairwise, seeded
-
-HERE = torch.get_default_device().type
-bfloat16 = torch.autocast(HERE, dtype=torch.bfloat16)
-
-
-def mlp(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Matmuls and pointwise operators."""
-    h = checkpoint_name(torch.sin(torch.tanh(x @ w1)), "h")
-    return torch.sin(torch.cos(h @ w2)) * 2
 
 
 def tied(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -113,15 +105,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "everything": {"policy": policies.everything_saveable},
     "rerun": {"engine": "rerun"},
 }
-
-
-def arguments() -> list[Tensor]:
-    """Three float32 leaves."""
-    shapes = [(3, 4), (4, 4), (4, 4)]
-    return [
-        seeded(*shape, seed=i, dtype=torch.float32).requires_grad_()
-        for i, shape in enumerate(shapes)
-    ]
 
 
 def value_and_gradients(
@@ -457,112 +440,6 @@ def test_recomputed_operators_see_the_forwards_switches(
     tanh = [found for name, found in seen.rows if name == "aten.tanh"]
     assert tanh == [forward]
     assert in_force() == before
-
-
-#: torch's settings of the precision of float32, from the most general to those of products.
-FLOAT32: list[Any] = [
-    torch.backends,
-    torch.backends.cuda.matmul,
-    cast(Any, torch.backends.mkldnn).matmul,
-]
-
-
-def precisions() -> list[str]:
-    """The precision that is in force, for all backends and for two of them."""
-    return [each.fp32_precision for each in FLOAT32]
-
-
-@contextlib.contextmanager
-def precision_of(place: int, value: str) -> Iterator[None]:
-    """Another precision by one of these settings, for a while."""
-    before = FLOAT32[place].fp32_precision
-    _set_precision(place, value)
-    try:
-        yield
-    finally:
-        _set_precision(place, before)
-
-
-def _set_precision(place: int, value: str) -> None:
-    backends: Any = torch.backends
-    with backends.__allow_nonbracketed_mutation():  # torch's own tests forbid it
-        FLOAT32[place].fp32_precision = value
-
-
-@pytest.fixture
-def unset_precisions() -> Iterator[None]:
-    """Lets both backends follow the general precision, for a while."""
-    with precision_of(1, "none"), precision_of(2, "none"):
-        yield
-
-
-@pytest.mark.contract
-@pytest.mark.usefixtures("unset_precisions")
-@pytest.mark.parametrize("engine", ["trace", "rerun"])
-@pytest.mark.parametrize("place", range(3), ids=["all", "cuda", "mkldnn"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_precisions_that_have_no_common_name(
-    place: int, where: str, engine: str
-) -> None:
-    """`get_float32_matmul_precision` raises under them; the forward's come back with it."""
-    region, leaves, before = remat(mlp, engine=engine), arguments(), precisions()
-    around, is_forward = precision_of(place, "tf32"), where == "forward"
-    rows: list[tuple[str, list[str]]] = []
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            rows.append((str(func.overloadpacket), precisions()))
-            return func(*args, **(kwargs or {}))
-
-    with around if is_forward else contextlib.nullcontext():
-        forward = precisions()
-        y = region(*leaves)
-    with contextlib.nullcontext() if is_forward else around:
-        backward = precisions()
-        with Seen():
-            torch.autograd.grad(y.sum(), leaves)
-        assert precisions() == backward != forward
-
-    products = [found[1:] for name, found in rows if name == "aten.tanh"]
-    # Both "none" and "ieee" mean all bits.
-    seen = [[each.replace("none", "ieee") for each in found] for found in products]
-    assert seen == [[each.replace("none", "ieee") for each in forward[1:]]]
-    assert precisions() == before
-
-
-@pytest.mark.contract
-@pytest.mark.usefixtures("unset_precisions")
-@pytest.mark.parametrize("place", range(3), ids=["all", "cuda", "mkldnn"])
-def test_a_precision_of_one_backend_makes_another_trace(place: int) -> None:
-    def fun(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return mlp(x, w1, w2)
-
-    region, leaves = remat(fun), arguments()
-    for _ in range(3):
-        region(*leaves)
-    before = region.cache_info().misses
-    with precision_of(place, "tf32"):
-        region(*leaves)
-    region(*leaves)
-
-    assert region.cache_info().misses == before + 1
-
-
-@pytest.mark.contract
-@pytest.mark.usefixtures("unset_precisions")
-@pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_a_precision_that_was_not_set_is_not_set_afterwards(engine: str) -> None:
-    """Its backend follows the general one, before a region as after it."""
-    leaves = arguments()
-    with bfloat16:
-        y = remat(mlp, engine=engine)(*leaves)
-    with deterministic():
-        y.float().sum().backward()
-
-    with precision_of(0, "tf32"):
-        assert precisions() == ["tf32"] * 3
 
 
 @pytest.mark.contract

@@ -7,7 +7,6 @@ skipped by dead-code elimination, saved for one draw and recomputed for the next
 regions, with an exception half-way."
 """
 
-import contextlib
 from collections.abc import Generator
 from typing import Any
 
@@ -25,10 +24,6 @@ from remat import (
     random,
     remat,
 )
-from remat._generators import device_states, trackers
-from remat._generators.streams import STATE, enter, leave
-from remat._graph.meta import TensorMeta
-from remat._tracing.trace import Request, trace
 from tests.random.trackers import (
     DEVICE,
     GraphSafe,
@@ -38,7 +33,6 @@ from tests.random.trackers import (
     new_generator,
 )
 from tests.support import (
-    FakeDevice,
     assert_bitwise,
     assert_close,
     in_turn,
@@ -533,69 +527,6 @@ def test_what_is_no_tracker() -> None:
         random.register_tracker([])  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"'tp' of this Tracker is a int: it must be"):
         random.register_tracker(strange)
-
-
-class OnDevice(Tracker):
-    """The same with an accelerator's generator, whose states have 16 bytes."""
-
-    def __init__(self, device: FakeDevice) -> None:
-        super().__init__()
-        self.device = device
-        self.states_["tp"] = torch.full((16,), 5, dtype=torch.uint8, device="cpu")
-
-    @contextlib.contextmanager
-    def fork(self, name: str = "tp") -> Generator[None]:
-        place = torch.device("cuda", 0)
-        outside = self.device.get_rng_state(place)
-        self.device.set_rng_state(self.states_[name], place)
-        try:
-            yield
-        finally:
-            self.states_[name] = self.device.get_rng_state(place)
-            self.device.set_rng_state(outside, place)
-
-
-def test_a_trace_on_a_device(fake_device: FakeDevice) -> None:
-    """Draws on a device are told apart by that device's generator."""
-    mine = OnDevice(fake_device)
-    meta = TensorMeta((4,), (1,), torch.float32, torch.device("cuda", 0))
-
-    def fun(operands: Any) -> list[Tensor]:
-        x = drop(torch.sin(operands[0]))
-        with mine.fork():
-            x = drop(torch.sin(x))
-        return [drop(torch.sin(x))]
-
-    with random.register_tracker(mine):
-        joint = trace(Request(fun, (meta,), gradients=False)).joints[0]
-
-    ops = [joint.graph.values[ref.index].op for ref in joint.states]
-    streams = [value.stream[-3:] for value in joint.graph.values if value.state]
-    assert ops == [device_states.STATE, STATE, device_states.STATE]
-    assert streams == ["", "/tp", ""]
-    assert_bitwise(
-        mine.states_["tp"], torch.full((16,), 5, dtype=torch.uint8, device="cpu")
-    )
-    assert_bitwise(
-        fake_device.states[0], torch.zeros(16, dtype=torch.uint8, device="cpu")
-    )
-
-
-def test_a_stream_on_a_device(fake_device: FakeDevice) -> None:
-    """What a program does around a draw: the stream moves, the generator does not."""
-    mine, place = OnDevice(fake_device), torch.device("cuda", 0)
-    with random.register_tracker(mine):
-        stream = f"{max(trackers.registered)}/tp"
-        found = enter(stream, place)
-        fake_device.states[0] += 2
-        leave(stream, found, place)
-
-    assert_bitwise(
-        mine.states_["tp"], torch.full((16,), 7, dtype=torch.uint8, device="cpu")
-    )
-    assert_bitwise(
-        fake_device.states[0], torch.zeros(16, dtype=torch.uint8, device="cpu")
-    )
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
