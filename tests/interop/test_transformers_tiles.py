@@ -90,6 +90,7 @@ def test_logits_of_one_tile_and_hidden_values_of_one_tile_exist():
     assert both < loss
 
 
+@pytest.mark.sweep
 def test_a_plan_may_take_more_tiles():
     """In one tile, the logits take most of the limit."""
     model = enable(made("Llama", vocab_size=4096), tiled_loss=1)

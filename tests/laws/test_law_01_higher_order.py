@@ -165,7 +165,7 @@ ENGINES = ["trace", "rerun"]
 
 @pytest.mark.contract
 @pytest.mark.parametrize(
-    "name", ["layer_norm", "in_place", "complex_arithmetic", "normalizers"]
+    "name", ["layer_norm", "in_place", *swept(["complex_arithmetic", "normalizers"])]
 )
 def test_numerical_derivatives(name):
     """gradcheck, forward mode and batches included, and gradgradcheck pass."""

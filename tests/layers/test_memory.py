@@ -12,7 +12,7 @@ from torch import Tensor
 from remat import scan
 from remat.schedules import AbstractSchedule, Every, Revolve, Sqrt, Stage, replay
 from tests.layers.stacks import weight
-from tests.support import LiveBytes, count_operators, seeded
+from tests.support import LiveBytes, count_operators, seeded, swept
 
 pytestmark = pytest.mark.contract
 
@@ -63,7 +63,7 @@ def measured(length: int, schedule: AbstractSchedule | None) -> tuple[int, int, 
     return tuple(math.ceil(each / STATE_BYTES) for each in sizes)  # pyright: ignore[reportReturnType]
 
 
-@pytest.mark.parametrize("snapshots", [2, 5])
+@pytest.mark.parametrize("snapshots", [*swept([2]), 5])
 def test_revolve_does_not_grow(snapshots: int):
     """Bytes held, and both peaks, are the same at every length, to the byte."""
     lengths = (32, 64, 256)

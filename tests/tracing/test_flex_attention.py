@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from remat import checkpoint_name, policies, remat
-from tests.support import assert_bitwise, seeded
+from tests.support import assert_bitwise, in_turn, seeded
 
 # Dynamo's own.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
@@ -97,9 +97,9 @@ def test_what_the_region_makes_is_followed() -> None:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize(
-    "policy", [policies.nothing_saveable, policies.save_attention_outputs]
+    ("name", "policy"),
+    in_turn(FUNCTIONS, [policies.nothing_saveable, policies.save_attention_outputs]),
 )
 def test_values_and_gradients_are_those_of_plain_torch(name: str, policy: Any) -> None:
     fun = FUNCTIONS[name]
