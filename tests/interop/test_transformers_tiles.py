@@ -90,7 +90,7 @@ def test_logits_of_one_tile_and_hidden_values_of_one_tile_exist():
     assert both < loss
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep  # plans of other models take more each day
 def test_a_plan_may_take_more_tiles():
     """In one tile, the logits take most of the limit."""
     model = enable(made("Llama", vocab_size=4096), tiled_loss=1)
@@ -269,8 +269,8 @@ def test_generation_and_evaluation_are_as_before():
     )
 
 
-@pytest.mark.sweep
-# Dynamo looks at every tensor's gradient.
+@pytest.mark.sweep  # Dynamo takes long
+# It looks at every tensor's gradient.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_under_torch_compile_the_logits_are_whole():
     # One layer: Dynamo takes long over each, and tiles each alike.

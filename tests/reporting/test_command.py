@@ -504,7 +504,7 @@ def test_a_comparison_on_meta_has_no_times(
     assert "has no times to draw" in capsys.readouterr().err
 
 
-@pytest.mark.sweep  # the next but one runs it as one, too
+@pytest.mark.sweep  # the test of a closed pipe runs it as one each day
 def test_the_command_runs_as_a_program(model: str) -> None:
     """Through the shell, into a pipe: text, no escapes, exit code 0."""
     command = [sys.executable, "-m", "remat", "report", f"{model}:loss", *SIZES]
