@@ -89,9 +89,9 @@ def _of_its_dtype(value: Value, values: Sequence[Value], found: Any) -> Any:
 
 
 def _is_of_several_dtypes(value: Value, values: Sequence[Value]) -> bool:
-    """Whether a value is one of an operator's results, as of a norm, that differ in dtype."""
-    results = metas_in(step_behind(value, values).meta)
-    return len({each.dtype for each in results}) > 1
+    """Whether an operator's results that may have tangents, as a norm's, differ in dtype."""
+    dtypes = {each.dtype for each in metas_in(step_behind(value, values).meta)}
+    return sum(each.is_floating_point or each.is_complex for each in dtypes) > 1
 
 
 class _TangentOfSameDtype(torch.autograd.Function):
