@@ -7,9 +7,13 @@ error of them. Each class also derives from the built-in exception that a caller
 without knowing this package.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Self, SupportsFloat, TypeVar
 
+from torch import Tensor
+
+_MOST_SHOWN = 200
 _E = TypeVar("_E", bound=Exception)
 
 
@@ -102,6 +106,15 @@ def refusal(
     return kind(explain(where=where, what=what, why=why, do=do))
 
 
+def shown(answer: object) -> str:
+    """What was passed, as a message shows it: a tensor without its numbers, nothing at length."""
+    if isinstance(answer, Tensor):
+        dtype = str(answer.dtype).removeprefix("torch.")
+        return f"a tensor {dtype}{[*answer.shape]}"
+    text = f"the class {answer.__name__}" if isinstance(answer, type) else repr(answer)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
 def require_choice(
     name: str, value: object, choices: tuple[object, ...], of: str = "remat"
 ) -> None:
@@ -111,7 +124,7 @@ def require_choice(
         listed = ", ".join(map(repr, choices))
         raise refusal(
             ValueError,
-            where=f"{of}({name}={value!r})",
+            where=f"{of}({name}={shown(value)})",
             what="is not a value of this option.",
             why=f"It can be {listed}.",
             do="Choose one of these.",
@@ -128,18 +141,18 @@ def require_type(
     is_stray_bool = isinstance(answer, bool) and expected is int
     if isinstance(answer, expected) and not is_stray_bool:
         return
-    raise refusal(
-        TypeError,
-        where=argument,
-        what=f"got {answer!r}, of type {type(answer).__name__}.",
-        why="Arguments are not converted: options are compared, hashed and printed.",
-        do=f"Pass {wanted}.",
-    )
+    why = "Arguments are not converted: options are compared, hashed and printed."
+    do = f"Pass {wanted}."
+    if isinstance(answer, type) and issubclass(answer, expected):
+        why = "It is the class, not a value of it."
+        do = f"Call it: `{answer.__name__}(...)`."
+    what = f"got {shown(answer)}, of type {type(answer).__name__}."
+    raise refusal(TypeError, where=argument, what=what, why=why, do=do)
 
 
 def refuse(argument: str, answer: object, *, why: str, do: str) -> ValueError:
     """The error for an argument of the right type, whose value makes no sense."""
-    what = f"got {answer!r}."
+    what = f"got {shown(answer)}."
     return refusal(ValueError, where=argument, what=what, why=why, do=do)
 
 
@@ -151,7 +164,7 @@ def require_hash(argument: str, answer: object) -> None:
         raise refusal(
             TypeError,
             where=argument,
-            what=f"got {answer!r}, which cannot be hashed.",
+            what=f"got {shown(answer)}, which cannot be hashed.",
             why="Traced programs are looked up by their options.",
             do="Give its class `__hash__` beside `__eq__`, as a frozen dataclass has.",
         ) from error
@@ -178,13 +191,26 @@ def require_number(argument: str, answer: object) -> None:
         require_type(argument, answer, float, wanted="a number")
 
 
+def takes(function: Callable[..., object], count: int) -> bool:
+    """Whether a function can be called with so many arguments by position, if that can be told."""
+    try:
+        signature = inspect.signature(function)
+    except (NameError, TypeError, ValueError):  # no signature, or none before it is run
+        return True
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
 def require_callable(argument: str, answer: object) -> None:
     """Raises TypeError unless `answer` can be called."""
     if not callable(answer):
         raise refusal(
             TypeError,
             where=argument,
-            what=f"got {answer!r}, of type {type(answer).__name__}.",
+            what=f"got {shown(answer)}, of type {type(answer).__name__}.",
             why="It is what is called, with the arguments that are passed apart.",
             do="Pass a function or a module, not what it returns.",
         )

@@ -300,6 +300,15 @@ def test_a_module_stays_a_module() -> None:
     assert model[2].training
 
 
+def test_a_module_prints_as_the_call_that_decorates_it() -> None:
+    """With the module inside, as it prints itself, also within a model."""
+    region: Any = remat(nn.Linear(3, 2), policy=policies.save_matmul_outputs)
+    shown = "remat(Linear(in_features=3, out_features=2, bias=True), policy=save_matmul_outputs)"
+
+    assert repr(region) == shown
+    assert shown in repr(nn.Sequential(region))
+
+
 @pytest.mark.parametrize("fun", [bare, factory], ids=["bare", "factory"])
 def test_a_decorated_function_pickles(fun: Any) -> None:
     """A module-level decorated function comes back as itself."""

@@ -15,6 +15,7 @@ from remat import (
     ScheduleError,
     chain,
     checklist,
+    checkpoint_name,
     fit,
     modules,
     named_values,
@@ -27,7 +28,11 @@ from remat import (
     scan,
     schedules,
 )
-from remat.interop.torch import apply_activation_checkpointing, checkpoint_sequential
+from remat.interop.torch import (
+    apply_activation_checkpointing,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 from remat.layers import tiled, tiled_cross_entropy
 from remat.reporting import compare
 from remat.storage import Chain, Keep, Sparse
@@ -40,10 +45,14 @@ THREE: Any = 3
 LEAF = torch.ones(3, requires_grad=True)
 LINEAR = torch.nn.Linear(2, 2)
 POLICY: Any = policies.save_matmul_outputs
+KEEP: Any = Keep
 
 
 def square(x: torch.Tensor) -> torch.Tensor:
     return x.square().sum()
+
+
+PLAN: Any = plan(square, budget=0.5)(LEAF)
 
 
 def loss(**options: Any) -> object:
@@ -96,7 +105,7 @@ CALLS: list[tuple[str, Callable[[], object]]] = [
     (r"uniform\(minval=\.\.\.\): got None", drawn("uniform", minval=None)),
     (r"normal\(mean=\.\.\.\): got 'a'", drawn("normal", mean="a")),
     (r"normal\(std=\.\.\.\): got array", drawn("normal", std=ARRAY)),
-    (r"bernoulli\(p=\.\.\.\): got <class 'int'>", drawn("bernoulli", p=int)),
+    (r"bernoulli\(p=\.\.\.\): got the class int", drawn("bernoulli", p=int)),
     (r"truncated_normal\(upper=\.\.\.\): got 1j", drawn("truncated_normal", upper=1j)),
     (r"random.randint\(maxval=\.\.\.\) takes an integer", drawn("randint", maxval=1.5)),
     ("random.bits draws .* not", drawn("bits", dtype=ARRAY)),
@@ -106,6 +115,16 @@ CALLS: list[tuple[str, Callable[[], object]]] = [
     (r"categorical\(logits=\.\.\.\): got 3", lambda: random.categorical(KEY, logits=THREE)),
     (r"permutation\(axis=\.\.\.\) takes an integer", lambda: random.permutation(KEY, 5, axis=NONE)),
     (r"permutation\(axis=\.\.\.\) takes an integer", lambda: random.permutation(KEY, X, axis=NONE)),
+    (r"remat\(save_matmul_outputs\): got a policy .* @remat\(policy=", lambda: remat(POLICY)),
+    (r"remat\(a tensor float32\[5, 3\]\): is no function", lambda: remat(X)),  # pyright: ignore[reportCallIssue, reportArgumentType]
+    ("got the class Keep, .* Call it: `Keep", lambda: remat(square, saved_inputs=KEEP)),
+    ("got Plan.*has a policy .* Pass its `.policy`", lambda: remat(square, policy=PLAN)),
+    (r"name, not a tensor float32\[5, 3\]\.", lambda: checkpoint_name("hidden", X)),  # pyright: ignore[reportArgumentType]
+    (r"got \['sin'\]. Each target .* `\*targets`", lambda: policies.by_op(["sin"])),  # pyright: ignore[reportArgumentType]
+    ("draws .*, not 'float32'", drawn("normal", dtype="float32")),
+    ("transforms=.* got 'grad', of type str", lambda: assert_equivalent(square, square, transforms="grad")),
+    ("two arguments. .* `lambda name, module", lambda: modules.apply(LINEAR, lambda module: True)),  # pyright: ignore[reportArgumentType]
+    ("save_matmul_outputs, a policy of remat", lambda: create_selective_checkpoint_contexts(POLICY)),
     ("takes an integer, not", lambda: random.fold_in(KEY, ARRAY)),
     ("takes an integer, not", lambda: random.key(torch.tensor([1, 2]))),  # pyright: ignore[reportArgumentType]
 ]  # fmt: skip

@@ -530,6 +530,10 @@ class RematModule(nn.Module):
         answers = name in _ANSWERS
         return getattr(self.__dict__["_region"] if answers else self._around(), name)
 
+    def __repr__(self) -> str:
+        policy = self.__dict__["_region"].settings.policy
+        return f"remat({self._around()!r}, policy={policy!r})"
+
     def __reduce__(self) -> Any:
         """Pickles with its module."""
         return RematModule, (self.__dict__["__wrapped__"], self.settings)

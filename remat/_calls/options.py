@@ -18,8 +18,10 @@ from remat._errors import (
     require_count,
     require_hash,
     require_type,
+    shown,
 )
 from remat.policies import AbstractPolicy, Value, as_policy, nothing_saveable
+from remat.policies._as_policy import is_policy
 from remat.storage import AbstractStorage, Keep
 
 PolicyLike = AbstractPolicy | Callable[[Value], Any] | None
@@ -212,10 +214,21 @@ def require_known(unknown: Iterable[str], known: Sequence[str]) -> None:
 
 def require_function(fun: Any) -> None:
     """Refuses what is not a function, and what does its work after its call has ended."""
+    if is_policy(fun):
+        raise refusal(
+            TypeError,
+            where=f"remat({fun!r})",
+            what="got a policy in the place of the function.",
+            why="A policy can be called too, but a region is put around the function.",
+            do=f"Pass it by keyword: @remat(policy={fun!r}).",
+        )
     if not callable(fun):
-        raise TypeError(
-            f"remat decorates callables, not {fun!r}. Options are passed by keyword: "
-            "@remat(policy=...)."
+        raise refusal(
+            TypeError,
+            where=f"remat({shown(fun)})",
+            what="is no function.",
+            why="A region is put around what is called, and options are passed by keyword.",
+            do="Pass the function, not what it returns: remat(f, policy=...)(x).",
         )
     if isinstance(fun, type):
         raise refusal(

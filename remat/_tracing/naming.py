@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch.fx.node import has_side_effect
 
+from remat._errors import shown
 from remat._torch import dtensor, levels, modes, schemas, tracer, trees
 
 _T = TypeVar("_T")
@@ -64,7 +65,7 @@ def checkpoint_name(x: _T, name: str) -> _T:
     """
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"checkpoint_name(x, name) takes a string as the name, not {name!r}. The "
+            f"checkpoint_name(x, name) takes a string as the name, not {shown(name)}. The "
             "value comes first: checkpoint_name(x, 'hidden')."
         )
     if torch.compiler.is_dynamo_compiling():

@@ -15,7 +15,14 @@ from torch import nn
 
 from remat._api import remat
 from remat._calls.decorated import DecoratedFunction
-from remat._errors import TraceError, require_count, require_type
+from remat._errors import (
+    TraceError,
+    refusal,
+    require_count,
+    require_type,
+    shown,
+    takes,
+)
 from remat._user_lines import warn
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -175,7 +182,7 @@ def matching(model: nn.Module, where: Where) -> list[tuple[str, nn.Module]]:
     """The modules that `where` means, each once, by its first name, in the model's order."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"modules.apply looks for modules in an nn.Module, not in {model!r}, of type "
+            f"modules.apply looks for modules in an nn.Module, not in {shown(model)}, of type "
             f"{type(model).__name__}. To make a function a region, use remat(function)."
         )
     matches = _matcher(where)
@@ -201,6 +208,14 @@ def _matcher(where: Where) -> Callable[[str, nn.Module], bool]:
         return lambda name, module: isinstance(module, classes)
     if isinstance(where, nn.Module) or not callable(where):
         raise _unknown_where(cast("object", where))
+    if not takes(where, 2):
+        raise refusal(
+            TypeError,
+            where=f"modules.apply(where={where!r})",
+            what="cannot be called with two arguments.",
+            why="A predicate gets the qualified name of a module and the module.",
+            do="Write it as `lambda name, module: ...`.",
+        )
     return where
 
 
@@ -223,9 +238,9 @@ def _fits_glob(parts: Sequence[str], glob: Sequence[str]) -> bool:
 def _unknown_where(where: Any) -> TypeError:
     modules = isinstance(where, nn.Module | list | tuple | set | frozenset)
     hint = " For some by name: lambda name, module: name in names." if modules else ""
-    shown = type(where).__name__ if isinstance(where, nn.Module) else repr(where)
+    given = type(where).__name__ if isinstance(where, nn.Module) else repr(where)
     return TypeError(
         f"modules.apply looks for a class of modules, a tuple of classes, a glob over "
         f'qualified names such as "layers.*", or a predicate (name, module) -> bool, not '
-        f"for {shown}.{hint}"
+        f"for {given}.{hint}"
     )

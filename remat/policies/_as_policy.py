@@ -1,12 +1,12 @@
 """Turns what a user passes as a policy into one, or says why that is not possible."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import Any, TypeGuard, cast, final
 
-from remat._errors import PolicyError
+from remat._errors import PolicyError, shown, takes
 from remat.policies._by_kind import nothing_saveable
+from remat.policies._by_op import by_op, is_target
 from remat.policies._contract import AbstractPolicy, Recompute, Save, Value, policy_name
 from remat.storage import AbstractStorage
 
@@ -54,6 +54,11 @@ def from_callable(
     return _policy_of(function, where="from_callable(function)")
 
 
+def is_policy(candidate: object) -> TypeGuard[AbstractPolicy]:
+    """Whether this is a policy, where it may stand in the place of something else."""
+    return isinstance(candidate, AbstractPolicy)
+
+
 def is_of_users(policy: AbstractPolicy) -> bool:
     """Whether a policy is a user's function, which may look at values and save none."""
     return isinstance(policy, FromCallable)
@@ -92,7 +97,6 @@ def _policy_of(candidate: object, where: str) -> AbstractPolicy:
 
 def _diagnose_policy(candidate: object) -> tuple[str, str]:
     """Returns why this is not a function of a value, and what to do; or two blanks."""
-    name = _shown_policy(candidate)
     match candidate:
         case str():
             why = "A string is not a policy."
@@ -115,16 +119,31 @@ def _diagnose_policy(candidate: object) -> tuple[str, str]:
         case AbstractStorage():
             why = "A storage says how values are kept, not which."
             do = f"Pass `policies.everything_saveable.stored({candidate!r})`."
+        case _:
+            why, do = _diagnose_object(candidate)
+    return why, do
+
+
+def _diagnose_object(candidate: object) -> tuple[str, str]:
+    """The same of what is neither text, a collection, a decision nor a storage."""
+    name = _shown_policy(candidate)
+    match candidate:
         case _ if _makes_policies(candidate):
             why = f"`{name}` makes a policy and is not one itself."
             do = f"Call it: `{name}(...)`."
+        case _ if is_target(candidate):
+            why = "An operator makes values; a policy says which are saved."
+            do = f"Pass `policies.{by_op(cast('Any', candidate))!r}` to save what it makes."
         case type():
             why = f"`{name}` is a class, and a policy is a function of a value."
             do = "Pass an instance that can be called, or a function."
+        case _ if not callable(candidate) and _has_policy(candidate):
+            why = f"A {type(candidate).__name__} has a policy and is none itself."
+            do = "Pass its `.policy`."
         case _ if not callable(candidate):
             why = "It cannot be called, and a policy is a function of a value."
             do = "Pass a policy of `policies`, a function of a value, or None."
-        case _ if not _takes_one_value(cast("Callable[..., Any]", candidate)):
+        case _ if not takes(cast("Callable[..., Any]", candidate), 1):
             why = "A policy is called with one `Value` and nothing else."
             do = (
                 "Write it as `def policy(value)`, of `value.op`, `value.names`, "
@@ -153,17 +172,9 @@ def _makes_policies(candidate: object) -> bool:
     return kind == AbstractPolicy.__name__  # under `from __future__ import annotations`
 
 
-def _takes_one_value(candidate: Callable[..., Any]) -> bool:
-    """Whether what is passed as a policy can be called with a value alone, if that can be told."""
-    try:
-        signature = inspect.signature(candidate)
-    except (NameError, TypeError, ValueError):  # no signature, or none before it is run
-        return True
-    try:
-        signature.bind(None)
-    except TypeError:
-        return False
-    return True
+def _has_policy(candidate: object) -> bool:
+    """Whether this is a plan, say, whose policy was meant."""
+    return isinstance(getattr(candidate, "policy", None), AbstractPolicy)
 
 
 def _is_hashable_policy(candidate: object) -> bool:
@@ -176,4 +187,4 @@ def _is_hashable_policy(candidate: object) -> bool:
 
 def _shown_policy(candidate: object) -> str:
     is_named = isinstance(candidate, type) or _makes_policies(candidate)
-    return policy_name(candidate) if is_named else repr(candidate)
+    return policy_name(candidate) if is_named else shown(candidate)

@@ -7,16 +7,16 @@ whether one matches overloads, operators, or bare names and functions.
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch.nn import functional
 
-from remat._errors import PolicyError
+from remat._errors import PolicyError, shown
 from remat._graph.operators import short_name
 from remat._torch import schemas
 from remat.policies._contract import AbstractPolicy, Value
-from remat.policies._names import show_call
+from remat.policies._names import COLLECTIONS, show_call
 
 
 @final
@@ -79,6 +79,15 @@ def by_op(*targets: str | Callable[..., Any]) -> AbstractPolicy:
     return ByOp(tuple(dict.fromkeys(map(_target_as_glob, targets))))
 
 
+def is_target(candidate: object) -> bool:
+    """Whether `by_op` takes it."""
+    try:
+        _target_as_glob(candidate)
+    except PolicyError:
+        return False
+    return True
+
+
 def _target_as_glob(target: object) -> str:
     match target:
         case str():
@@ -134,14 +143,16 @@ def _is_torch_target(target: object) -> bool:
 
 
 def _not_op(target: object, why: str) -> PolicyError:
-    return PolicyError.of(
-        where="by_op(*targets)",
-        what=f"got {target!r}.",
-        why=why,
-        do='Pass an operator such as `torch.ops.aten.mm` or "aten.mm", or a function '
+    do = (
+        'Pass an operator such as `torch.ops.aten.mm` or "aten.mm", or a function '
         "such as `torch.sin`; a value of your own function is best named with "
-        "`checkpoint_name` and saved by `save_only_these_names`.",
+        "`checkpoint_name` and saved by `save_only_these_names`."
     )
+    if isinstance(target, COLLECTIONS):
+        why = "Each target is a separate argument."
+        do = "Unpack the collection: `*targets`."
+    what = f"got {shown(cast('object', target))}."
+    return PolicyError.of(where="by_op(*targets)", what=what, why=why, do=do)
 
 
 def bare_name(op: object) -> str:

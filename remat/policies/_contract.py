@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, final
 
 import torch
 
-from remat._errors import PolicyError, require_hash
+from remat._errors import PolicyError, require_hash, shown
 from remat._graph.operators import short_name
 from remat.policies._sizes import show_size
 from remat.storage import AbstractStorage, Keep
@@ -489,7 +489,7 @@ def _not_combinable(operand: object, symbol: str) -> PolicyError:
         do = "Combine policies only; `p.stored(storage)` says how values wait."
     return PolicyError.of(
         where=f"an operand of `{symbol}` between policies",
-        what=f"got {operand!r}.",
+        what=f"got {shown(operand)}.",
         why=why,
         do=do,
     )

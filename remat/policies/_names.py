@@ -7,8 +7,11 @@ of "these names" if any of its names matches any of the globs.
 from dataclasses import dataclass
 from typing import final
 
-from remat._errors import PolicyError
+from remat._errors import PolicyError, shown
 from remat.policies._contract import AbstractPolicy, Value
+
+#: What is passed whole where each of its elements is an argument.
+COLLECTIONS = (list, tuple, set, frozenset)
 
 
 @final
@@ -116,10 +119,10 @@ def require_globs(globs: tuple[object, ...], where: str) -> None:
     for glob in globs:
         if isinstance(glob, str):
             continue
-        is_collection = isinstance(glob, list | tuple | set | frozenset)
+        is_collection = isinstance(glob, COLLECTIONS)
         raise PolicyError.of(
             where=where,
-            what=f"got {glob!r}, of type {type(glob).__name__}.",
+            what=f"got {shown(glob)}, of type {type(glob).__name__}.",
             why="Each name or glob is a string and a separate argument.",
             do="Unpack the collection: `*names`."
             if is_collection

@@ -3,7 +3,7 @@
 import re
 from fractions import Fraction
 
-from remat._errors import PolicyError, refusal
+from remat._errors import PolicyError, refusal, shown
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -60,7 +60,7 @@ def parse_size(size: object, where: str) -> int:
     if isinstance(size, bool) or not isinstance(size, int):
         raise PolicyError.of(
             where=where,
-            what=f"got {size!r}, of type {type(size).__name__}.",
+            what=f"got {shown(size)}, of type {type(size).__name__}.",
             why="A size is an int in bytes, or a string with a unit.",
             do='Pass, for example, 524288 or "512KiB".',
         )

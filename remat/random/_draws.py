@@ -515,8 +515,8 @@ def _require_drawn_dtype(
     does: str = "draws",
 ) -> None:
     if not isinstance(dtype, torch.dtype) or dtype not in known:  # pyright: ignore[reportUnnecessaryIsInstance]
-        names = ", ".join(str(each).removeprefix("torch.") for each in known)
-        raise TypeError(f"random.{function} {does} {names}, not {dtype}.")
+        names = ", ".join(map(str, known))
+        raise TypeError(f"random.{function} {does} {names}, not {dtype!r}.")
 
 
 def _require_randint_range(minval: int, maxval: int, dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from remat._errors import refusal
+from remat._errors import refusal, shown
 from remat.random import _ops
 from remat.random._philox import as_int64
 
@@ -185,7 +185,7 @@ def as_integer(call: str, number: object, advice: str) -> int:
             return operator.index(cast("int", number))
         except TypeError:  # a tensor of one float
             pass
-    raise TypeError(f"{call} takes an integer, not {number!r}. {advice}")
+    raise TypeError(f"{call} takes an integer, not {shown(number)}. {advice}")
 
 
 def _checked_integer(call: str, number: object, advice: str) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from remat._errors import ScheduleError, require_type
+from remat._errors import ScheduleError, require_type, shown
 from remat.schedules._actions import Action
 
 
@@ -69,7 +69,7 @@ def require_count(value: object, where: str) -> None:
         return
     raise ScheduleError.of(
         where=where,
-        what=f"got {value!r}.",
+        what=f"got {shown(value)}.",
         why="It is a count, of at least one.",
         do="Pass a positive int.",
     )

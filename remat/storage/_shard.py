@@ -24,7 +24,7 @@ import torch
 from einops import EinopsError, parsing
 from torch import Tensor
 
-from remat._errors import NotReplicatedError, refusal, refuse, require_type
+from remat._errors import NotReplicatedError, refusal, refuse, require_type, shown
 from remat._graph.meta import TensorMeta
 from remat._torch import distributed, dtensor
 from remat._user_lines import warn
@@ -189,7 +189,7 @@ def _require_mesh(mesh: object) -> None:
         raise refusal(
             TypeError,
             where="Shard(mesh=...)",
-            what=f"got {mesh!r}, of type {type(mesh).__name__}.",
+            what=f"got {shown(mesh)}, of type {type(mesh).__name__}.",
             why="The ranks that share a value are those of a device mesh.",
             do='Pass `init_device_mesh(...)["tp"]` of `torch.distributed`.',
         )

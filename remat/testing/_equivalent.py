@@ -112,7 +112,8 @@ def assert_equivalent(
     """
     wanted = "a list of names, as in ['grad', 'vmap(grad)']"
     given = USUAL if transforms is None else transforms
-    require_type("assert_equivalent(transforms=...)", given, Iterable, wanted=wanted)
+    of_names = Iterable if not isinstance(given, str) else list  # not its letters
+    require_type("assert_equivalent(transforms=...)", given, of_names, wanted=wanted)
     require_callable("assert_equivalent(cotangents=...)", cotangents)
     names = tuple(given)
     parsed = {name: parse_transform(name) for name in names}

@@ -183,8 +183,13 @@ def parse_transform(name: str) -> tuple[str, ...]:
     known = (*TRANSFORMS, "functional_call")
     is_closed = name.count("(") == name.count(")")
     is_nested = re.fullmatch(r"[^()]+(\([^()]+)*\)*", name) is not None
+    if not (is_closed and is_nested):
+        raise ValueError(
+            f"the transform {name!r}: its parentheses do not nest. Write compositions "
+            "outermost first: 'vmap(grad)'."
+        )
     for place, part in enumerate(parts):
-        if part not in known or not (is_closed and is_nested):
+        if part not in known:
             raise ValueError(
                 f"the transform {name!r}: {part!r} is none that assert_equivalent knows. "
                 f"They are {', '.join(known)}, and compositions, outermost first: "

@@ -1,5 +1,6 @@
 """What is no policy, no decision, no name and no size is refused in words."""
 
+import types
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from remat import policies
-from remat._errors import PolicyError
+from remat._errors import PolicyError, shown
 from remat.policies import (
     AbstractPolicy,
     Recompute,
@@ -239,6 +240,16 @@ NOT_POLICIES: dict[str, tuple[Any, str]] = {
         "got Save. `Save` is a class, and a policy is a function of a value. Pass an "
         "instance that can be called, or a function.",
     ),
+    "operator": (
+        ATEN.mm,
+        "got <OpOverloadPacket(op='aten.mm')>. An operator makes values; a policy says "
+        "which are saved. Pass `policies.by_op('aten.mm')` to save what it makes.",
+    ),
+    "has a policy": (
+        types.SimpleNamespace(policy=save_only_these_names()),
+        "got namespace(policy=save_only_these_names()). A SimpleNamespace has a policy "
+        "and is none itself. Pass its `.policy`.",
+    ),
     "number": (
         0.5,
         "got 0.5. It cannot be called, and a policy is a function of a value. Pass a "
@@ -330,7 +341,7 @@ def test_operands_must_be_policies():
     for operand in (Keep(), None, Save):
         message = message_of(PolicyError, nothing_saveable.__or__, operand)
         where = "an operand of `|` between policies"
-        assert message == f"{where}: got {operand!r}. {other_hint}"
+        assert message == f"{where}: got {shown(operand)}. {other_hint}"
 
 
 def test_policies_have_no_truth():

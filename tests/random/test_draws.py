@@ -278,23 +278,23 @@ REFUSED: dict[str, Any] = {
     ),
     "uniform int": (
         lambda: random.uniform(KEY, (2,), dtype=torch.int32),
-        "draws float32, float64, float16, bfloat16, not torch.int32",
+        "draws torch.float32, torch.float64, torch.float16, torch.bfloat16, not torch.int32",
     ),
     "normal complex": (
         lambda: random.normal(KEY, (2,), dtype=torch.complex64),
-        "random.normal draws float32",
+        "random.normal draws torch.float32",
     ),
     "truncated_normal int": (
         lambda: random.truncated_normal(KEY, (2,), dtype=torch.int32),
-        "random.truncated_normal draws float32, .*, not torch.int32",
+        "random.truncated_normal draws torch.float32, .*, not torch.int32",
     ),
     "gumbel int": (
         lambda: random.gumbel(KEY, (2,), dtype=torch.int32),
-        "random.gumbel draws float32, .*, not torch.int32",
+        "random.gumbel draws torch.float32, .*, not torch.int32",
     ),
     "logits int": (
         lambda: random.categorical(KEY, logits=torch.arange(3)),
-        r"random\.categorical\(logits=\.\.\.\) takes float32, .*, not torch\.int64",
+        r"random\.categorical\(logits=\.\.\.\) takes torch.float32, .*, not torch\.int64",
     ),
     "no logits": (
         lambda: random.categorical(KEY, logits=torch.zeros(3, 0)),
@@ -312,7 +312,7 @@ REFUSED: dict[str, Any] = {
     ),
     "bits float": (
         lambda: random.bits(KEY, (2,), dtype=torch.float32),
-        "random.bits draws int32, int64",
+        "random.bits draws torch.int32, torch.int64",
     ),
     "empty range": (
         lambda: random.randint(KEY, (2,), minval=3, maxval=3),

@@ -234,7 +234,10 @@ def test_nothing_compared_is_an_error():
     ("name", "text"),
     [
         ("gard", "'gard' is none that assert_equivalent knows. They are backward, "),
-        ("vmap(grad", "is none that assert_equivalent knows"),
+        (
+            "vmap(grad",
+            "its parentheses do not nest. Write compositions outermost first",
+        ),
         ("grad(backward)", "Write 'backward' outermost: 'backward(vmap)'."),
         ("functional_call(grad)", "Write it innermost: 'grad(functional_call)'."),
     ],

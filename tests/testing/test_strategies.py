@@ -208,3 +208,11 @@ def test_strategies_without_hypothesis_say_what_to_install():
         "remat.testing.strategies needs hypothesis, which is not installed. In a clone, "
         "python -m pip install '.[testing]'. The rest of remat.testing works without."
     )
+
+
+def test_a_kind_of_statements_that_does_not_exist_is_refused():
+    """The error lists those that do."""
+    with pytest.raises(
+        ValueError, match=r"kinds='loops'.* It can be 'plain', 'in place'"
+    ):
+        find(strategies.programs(kinds=("loops",)), lambda _: True)

@@ -20,6 +20,7 @@ from remat import _captures
 from remat._errors import PolicyError, refusal
 from remat._torch import isolation, schemas
 from remat.policies import AbstractPolicy, Operand, Recompute, Save, Value
+from remat.policies._as_policy import is_policy
 from remat.storage import Offload
 
 _OVERLOADS = (schemas.OpOverload, type(torch.ops.higher_order.flex_attention))
@@ -205,6 +206,14 @@ def create_selective_checkpoint_contexts(
     if isinstance(policy_fn_or_list, list):
         listed = _selected_operators(cast("list[Any]", policy_fn_or_list))
         policy = Selective.of(functools.partial(_is_selected, listed))
+    elif is_policy(policy_fn_or_list):
+        raise refusal(
+            TypeError,
+            where="create_selective_checkpoint_contexts(...)",
+            what=f"got {policy_fn_or_list!r}, a policy of remat.",
+            why="The contexts ask a policy of torch's, (ctx, op, *args, **kwargs).",
+            do=f"Write remat(function, policy={policy_fn_or_list!r}) without contexts.",
+        )
     elif callable(policy_fn_or_list):
         policy = Selective.of(policy_fn_or_list)
     else:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from remat import policies as _policies
+from remat._errors import require_choice
 from remat.policies import AbstractPolicy
 from remat.testing._named_transforms import COMPOSITIONS, TRANSFORMS
 from remat.testing.strategies._operators import GROUPS, SIMPLE, Statement
@@ -79,6 +80,8 @@ def programs(
             "draw" (random numbers of the default generator), "state" (buffers).
         captures: whether operands may be captured tensors: globals, cells, attributes.
     """
+    for kind in kinds:
+        require_choice("kinds", kind, tuple(GROUPS), of="strategies.programs")
     statements = [*SIMPLE, *(each for kind in kinds for each in GROUPS[kind])]
     shape = draw(shapes())
     arguments = tuple(
