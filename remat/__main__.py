@@ -23,6 +23,7 @@ from remat._calls.options import ENGINES
 from remat._errors import RematError
 from remat._plans.plan import plan
 from remat._user_lines import line_of
+from remat._version import __version__
 from remat.reporting import checklist, compare, report
 from remat.reporting._arguments import keywords, load_target, policy_of_word
 from remat.reporting._demo.gpt import one_layer
@@ -275,6 +276,7 @@ def _command_parser() -> argparse.ArgumentParser:
         prog="python -m remat",
         description="Recomputes activations where memory is short.",
     )
+    parser.add_argument("--version", action="version", version=f"remat {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     own: dict[str, argparse.ArgumentParser] = {}
     for name, (run, text) in _COMMANDS.items():

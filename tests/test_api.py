@@ -309,6 +309,28 @@ def test_a_module_prints_as_the_call_that_decorates_it() -> None:
     assert shown in repr(nn.Sequential(region))
 
 
+def test_a_bound_method_prints_as_a_region() -> None:
+    """With its object, as Python prints a bound method, and the policy."""
+
+    class Waves:
+        @remat(policy=policies.everything_saveable)
+        def sine(self, x: Tensor) -> Tensor:
+            return x.sin()
+
+    shown = repr(Waves().sine)
+
+    assert shown.startswith("remat(<bound method ")
+    assert shown.endswith(">, policy=everything_saveable)")
+
+
+def test_programs_print_as_python_where_they_are_shown() -> None:
+    """At a prompt, and both in one tuple."""
+    forward, backward = programs = bare.programs(seeded(3))
+
+    assert repr(forward) == str(forward)
+    assert f"{forward}, {backward}" in str(programs)
+
+
 @pytest.mark.parametrize("fun", [bare, factory], ids=["bare", "factory"])
 def test_a_decorated_function_pickles(fun: Any) -> None:
     """A module-level decorated function comes back as itself."""

@@ -34,7 +34,7 @@ from remat.interop.torch import (
     create_selective_checkpoint_contexts,
 )
 from remat.layers import tiled, tiled_cross_entropy
-from remat.reporting import compare
+from remat.reporting import batch_figure, compare, frontier_figure, timeline_figure
 from remat.storage import Chain, Keep, Sparse
 from remat.testing import assert_equivalent, first_difference
 
@@ -89,6 +89,12 @@ CALLS: list[tuple[str, Callable[[], object]]] = [
     (r"Plan.diff\(other\): got 3", lambda: plan(square, budget=0.5)(X).diff(THREE)),
     (r"report.diff\(other\): got 3", lambda: report(square, X).diff(THREE)),
     (r"compare\(f\): got 3", lambda: compare(THREE, {"x": X})),
+    (r"compare\(kwargs\): got \(", lambda: compare(square, (X,))),  # pyright: ignore[reportArgumentType]
+    (r"compare\(peers=\.\.\.\): got \[", lambda: compare(square, {"x": X}, peers=[])),  # pyright: ignore[reportArgumentType]
+    (r"report.figure\(plain\): got 3", lambda: report(square, X).figure(THREE)),
+    (r"timeline_figure\(timeline\): got 3", lambda: timeline_figure(THREE)),
+    (r"frontier_figure\(points\): got 3", lambda: frontier_figure([THREE])),
+    (r"batch_figure\(curves\): got 3", lambda: batch_figure({"no remat": THREE})),
     ("a schedule's stages: got 3", lambda: schedules.Every(2).actions(THREE)),
     ("a schedule's stages: got 3", lambda: schedules.Sqrt().actions(THREE)),
     ("a schedule's stages: got 3", lambda: schedules.Revolve(2).actions([THREE])),

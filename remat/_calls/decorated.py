@@ -478,6 +478,9 @@ class BoundRegion:
             return self.__wrapped__.__code__
         return getattr(self.__func__, name)
 
+    def __repr__(self) -> str:
+        return f"remat({self.__wrapped__!r}, policy={self.__func__.settings.policy!r})"
+
     def __reduce__(self) -> Any:
         """Pickles as Python's bound methods do: by its object and its name."""
         return getattr, (self.__self__, self.__wrapped__.__name__)

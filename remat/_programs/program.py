@@ -63,7 +63,7 @@ class Watcher(modes.DispatchMode):
 
 
 @final
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Program:
     """A graph that can be run on tensors."""
 
@@ -169,7 +169,7 @@ class Program:
             for index, owner in zip(outputs, known, strict=True)
         )
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return _ProgramWriter(self.graph, self.title, {}).text
 
     @functools.cached_property

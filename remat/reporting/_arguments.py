@@ -148,9 +148,15 @@ def _tensor_of_word(
     if not isinstance(dtype, torch.dtype):
         what = f"`{found[3]}` is not a dtype."
         raise _refused_word(word, what, "Write bfloat16, for example.")
+    is_number = dtype.is_floating_point or dtype.is_complex
+    if is_number and found[4]:
+        what = f"has a bound, {found[4]}, for normal numbers."
+        raise _refused_word(
+            word, what, "Leave the bound out, or write int64 before it."
+        )
     if device == "meta":
         return torch.empty(sizes, dtype=dtype, device="meta")
-    if dtype.is_floating_point or dtype.is_complex:
+    if is_number:
         wide = torch.complex64 if dtype.is_complex else torch.float32
         made = torch.randn(sizes, generator=generator, dtype=wide, device="cpu")
     else:
@@ -163,6 +169,6 @@ def _refused_word(where: str, what: str, do: str) -> RematError:
     return RematError.of(
         where=where,
         what=what,
-        why="The command line names what to call.",
+        why="The command line names a function and its arguments.",
         do=do,
     )

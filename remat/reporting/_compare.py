@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, final
 from remat import policies
 from remat._api import remat
 from remat._calls.decorated import is_region
-from remat._errors import RematError, RematWarning, require_callable
+from remat._errors import (
+    RematError,
+    RematWarning,
+    require_callable,
+    require_count,
+    require_type,
+)
 from remat._regions.out_of_memory import name_of
 from remat._switches.blocks import disabled
 from remat.policies._sizes import show_size
@@ -161,6 +167,13 @@ def compare(
         ('nothing_saveable', True)
     """
     require_callable("compare(f)", f)
+    wanted = "a mapping from the names of arguments to their values: {'x': x}"
+    require_type("compare(kwargs)", kwargs, Mapping, wanted=wanted)
+    require_count("compare(num_steps=...)", num_steps, at_least=0)
+    wanted = "a mapping from names to callables that wrap the function"
+    require_type(
+        "compare(peers=...)", {} if peers is None else peers, Mapping, wanted=wanted
+    )
     plain = getattr(f, "__wrapped__", f)
     own = _ways(f, plain)
     wrappers, left_out = dict(peers or {}), list[str]()
@@ -179,7 +192,9 @@ def compare(
         warnings.catch_warnings(),
     ):
         # The rows say which policy of those that all functions are run under saves nothing.
-        warnings.filterwarnings("ignore", ".*permits no value here", RematWarning)
+        warnings.filterwarnings(
+            "ignore", ".*(permits no value|saves no memory)", RematWarning
+        )
         for name, step in steps.items():
             step.seconds()  # it traces
             watched[name] = _watch_compared(step)

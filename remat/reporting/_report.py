@@ -127,5 +127,8 @@ class Report(Facts):
         Raises:
             RematError: matplotlib is not installed.
         """
+        if plain is not None:
+            wanted = "a report of the same step"
+            require_type("report.figure(plain)", plain, Report, wanted=wanted)
         line = None if plain is None else plain.timeline
         return timeline_figure(self.timeline, line, title=self.function)

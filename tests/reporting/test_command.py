@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from remat import Plan, policies
+from remat import Plan, RematError, __version__, policies
 from remat.__main__ import main, patience
 from remat.reporting._arguments import keywords, load_target, policy_of_word
 from tests.random.trackers import generator_state
@@ -402,6 +402,21 @@ def test_arguments() -> None:
     assert found["s"].shape == ()
     assert found["p"]["a"]["w"].shape == (1,)
     assert found["p"]["b"] == [1, 2]
+
+
+def test_a_bound_is_of_whole_numbers() -> None:
+    """What would have no effect is refused."""
+    with pytest.raises(RematError, match="has a bound, 5, for normal numbers"):
+        keywords(["x=2,3:float32<5"], "cpu")
+
+
+def test_the_command_tells_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """As commands do."""
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"remat {__version__}\n"
 
 
 def test_arguments_are_the_same_at_every_call() -> None:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from remat._errors import RematError
+from remat._errors import RematError, require_type
 from remat.policies._sizes import unit_of
 from remat.reporting._records import SavingPoint, Timeline
 
@@ -29,13 +29,20 @@ def timeline_figure(
     """The bytes over one step, stacked by owner.
 
     Args:
-        timeline: of a report.
+        timeline: the bytes over a step, `Report.timeline`.
         plain: the same step without remat; its total becomes a dashed line.
         title: what ran.
+
+    Returns:
+        A figure of matplotlib: `figure.savefig("step.svg")`.
 
     Raises:
         RematError: matplotlib is not installed.
     """
+    for name, given in (("timeline", timeline), ("plain", plain)):
+        if given is not None:
+            wanted = "`Report.timeline`"
+            require_type(f"timeline_figure({name})", given, Timeline, wanted=wanted)
     totals = [*timeline.total_bytes, *(() if plain is None else plain.total_bytes)]
     name, unit = unit_of(max(totals, default=0))
     words, second = timeline.axis
@@ -72,14 +79,20 @@ def frontier_figure(
     """Recomputed work against saved bytes.
 
     Args:
-        points: of a report.
+        points: what more could be saved, `Report.frontier`.
         others: single points (saved bytes, recomputed work), by what made them: policies,
             plans, peers.
         title: what was traced.
 
+    Returns:
+        A figure of matplotlib: `figure.savefig("step.svg")`.
+
     Raises:
         RematError: matplotlib is not installed.
     """
+    for each in points:
+        wanted = "the points of `Report.frontier`"
+        require_type("frontier_figure(points)", each, SavingPoint, wanted=wanted)
     curve = [(point.saved_bytes, point.recompute_work / 1e9) for point in points]
     singles = {label: (size, n / 1e9) for label, (size, n) in (others or {}).items()}
     words = "saved bytes of the regions", "recomputed in one step (GFLOP)"
@@ -104,6 +117,9 @@ def comparison_figure(
         spreads: of the seconds, by policy; one that is faster by less than its own and the
             other's is not.
         title: what was measured.
+
+    Returns:
+        A figure of matplotlib: `figure.savefig("step.svg")`.
 
     Raises:
         RematError: matplotlib is not installed.
@@ -148,9 +164,16 @@ def batch_figure(
         limit_bytes: what the device has.
         title: what was measured.
 
+    Returns:
+        A figure of matplotlib: `figure.savefig("step.svg")`.
+
     Raises:
         RematError: matplotlib is not installed.
     """
+    wanted = "for each name, the peak bytes by batch size: {'no remat': {8: 2**20}}"
+    require_type("batch_figure(curves)", curves, Mapping, wanted=wanted)
+    for curve in curves.values():
+        require_type("batch_figure(curves)", curve, Mapping, wanted=wanted)
     sizes = [size for curve in curves.values() for size in curve.values()]
     name, unit = unit_of(max([*sizes, limit_bytes or 0], default=0))
     y_words = f"peak bytes of one step ({name})"
