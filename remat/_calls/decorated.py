@@ -311,7 +311,7 @@ class DecoratedFunction(Generic[_P, _R]):
 def _call_plainly(site: CallSite) -> Any:
     """Runs a decorated function as it is: nothing that the region sees needs a gradient."""
     returned = site.function(*site.args, **site.kwargs)
-    require_nothing_hidden(returned, site.roots)
+    require_nothing_hidden(returned, site.roots, site.tensors)
     return returned
 
 

@@ -139,11 +139,14 @@ def read_by_a_backward(tensor: Tensor) -> CapturedTensorError:
     )
 
 
-def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
+def require_nothing_hidden(
+    result: Any, roots: tuple[object, ...], arguments: Sequence[Tensor] = ()
+) -> None:
     """Refuses the result of a plain run that depends on a hidden tensor.
 
     That is a leaf that something holds, but which is reached neither from the result nor from
-    the roots: the function, and the objects among its arguments.
+    the roots: the function, and the objects among its arguments. An argument is one where the
+    function has had it require grad.
     """
     # At each level, some reverse mode may want a gradient.
     layers = itertools.chain(*map(levels.layers, trees.tensor_leaves(result)))
@@ -157,12 +160,20 @@ def require_nothing_hidden(result: Any, roots: tuple[object, ...]) -> None:
     unseen = [node for node in held if id(node.variable) not in seen]
     if unseen:
         gc.collect()  # a leaf that only a cycle holds is not held
+    why = (
+        "No other tensor that the region sees requires grad, so it would run without "
+        "recomputation and hold all that its backward needs."
+    )
     for node in filter(_is_held_leaf, unseen):
-        raise out_of_reach(
-            f"a tensor {TensorMeta.of(node.variable)} that requires grad",
-            "No other tensor that the region sees requires grad, so it would run without "
-            "recomputation and hold all that its backward needs.",
-        )
+        if any(node.variable is each for each in arguments):
+            raise CapturedTensorError.of(
+                where=f"an argument {TensorMeta.of(node.variable)}",
+                what="requires grad since the function wrote `requires_grad_()`.",
+                why=why,
+                do="Write it before the region is called.",
+            )
+        where = f"a tensor {TensorMeta.of(node.variable)} that requires grad"
+        raise out_of_reach(where, why)
 
 
 def _hidden_in(nodes: Iterable[Any]) -> set[int]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils._expanded_weights import ExpandedWeight
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
-from remat import RematWarning, TraceError, remat
+from remat import CapturedTensorError, RematWarning, TraceError, remat
 from tests.support import assert_bitwise, seeded
 
 pytestmark = pytest.mark.contract
@@ -220,6 +220,17 @@ def test_so_is_a_module_that_the_function_freezes(engine: Any) -> None:
     with pytest.raises(TraceError, match="is written inside a region"):
         remat(fun, engine=engine)(seeded(2, 4).requires_grad_())
     assert layer.weight.requires_grad
+
+
+def test_the_one_tensor_that_requires_grad_is_an_argument_that_was_told_to():
+    """Nothing is traced there, and the text says what to do."""
+    region = remat(lambda x: x.requires_grad_().sin().cos())
+
+    with pytest.raises(
+        CapturedTensorError,
+        match=r"an argument float32\[3\].* before the region is called",
+    ):
+        region(torch.ones(3))
 
 
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
