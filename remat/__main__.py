@@ -101,7 +101,8 @@ def _checklist(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     with patience("planning"):
         function, kwargs = _call(options)
-        result = plan(function, budget=options.budget, solver=options.solver)(**kwargs)
+        bounds = {"budget": options.budget, "peak": options.peak}
+        result = plan(function, solver=options.solver, **bounds)(**kwargs)
     return _write_result(result, options)
 
 
@@ -301,9 +302,10 @@ def _command_parser() -> argparse.ArgumentParser:
     text = "also write the report to this file as a page"
     own["report"].add_argument("--html", type=_path_option, metavar="FILE", help=text)
     text = "2GiB, a number of bytes, 0.5 for a fraction of what is held without remat, or auto"
-    own["plan"].add_argument(
-        "--budget", type=_budget_option, required=True, metavar="SIZE", help=text
-    )
+    bound = own["plan"].add_mutually_exclusive_group(required=True)
+    bound.add_argument("--budget", type=_budget_option, metavar="SIZE", help=text)
+    text = "likewise, of what lives at one time in a call and its backward"
+    bound.add_argument("--peak", type=_budget_option, metavar="SIZE", help=text)
     text = "milp is exact if it finishes within a minute (default: %(default)s)"
     own["plan"].add_argument(
         "--solver", choices=("cut", "milp"), default="cut", help=text
@@ -330,7 +332,7 @@ def _take_call(
     own.add_argument("function", metavar="MODULE:FUNCTION", nargs=nargs, help=text)
     text = (
         "keyword arguments: x=8,256:bfloat16 is a random tensor (float32 if no dtype is "
-        "given), ids=8,256:int64<1000 holds whole numbers below 1000, heads==4 is a Python "
+        "given), 'ids=8,256:int64<1000' holds whole numbers below 1000, heads==4 is a Python "
         "literal, params.w=3,4 goes into a dict"
     )
     own.add_argument("arguments", metavar="NAME=SIZES", nargs="*", help=text)

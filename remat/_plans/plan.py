@@ -252,7 +252,8 @@ class Plan:
         lines += [
             f"saved {show_size(self.saved_bytes)} of {show_size(self.budget_bytes)}, held "
             f"{show_size(self.saved_bytes + self.argument_bytes)} with the arguments, "
-            f"predicted peak {show_size(self.predicted_peak_bytes)} without",
+            f"predicted peak {show_size(self.predicted_peak_bytes)} "
+            "without them",
             f"recompute {self.recompute_flops:.3g} FLOPs, cost {self.recompute_cost:.4g} "
             f"{_UNITS[self.costs]}, the best at most {self.gap:.2%} less",
         ]

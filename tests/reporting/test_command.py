@@ -452,7 +452,10 @@ def test_what_takes_long_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 WRONG_CALLS = {
     "no command": ([], "the following arguments are required: command"),
     "unknown": (["paint"], "invalid choice: 'paint'"),
-    "no budget": (["plan", "m.py:f"], "arguments are required: --budget"),
+    "no budget": (
+        ["plan", "m.py:f"],
+        "one of the arguments --budget --peak is required",
+    ),
     "no policy": (
         ["report", "m.py:f", "--policy", "best"],
         "`remat.policies` has no `best`",
@@ -567,6 +570,14 @@ def test_plan_prints_what_to_save(
     assert '"hidden" aten.tanh' in out
     assert "predicted peak" in out
     assert said(err) == []
+
+
+def test_plan_takes_a_peak(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `plan(peak=...)` does."""
+    assert main(["plan", f"{model}:loss", *SIZES, "--peak", "1MiB", "--json"]) == 0
+
+    found = Plan.from_json(capsys.readouterr().out)
+    assert found.predicted_peak_bytes <= 2**20
 
 
 def test_a_plan_is_read_again(model: str, tmp_path: Path) -> None:
