@@ -13,7 +13,7 @@ from torch import Tensor
 
 from remat._api import remat
 from remat._calls.decorated import DecoratedFunction, RematModule, is_of_module
-from remat._errors import MutationError, ScheduleError, refusal, require_type
+from remat._errors import MutationError, ScheduleError, refusal, require_type, shown
 from remat._graph.meta import TensorMeta
 from remat._torch import dynamo, trees
 from remat.layers import _run_stack, _unrolled
@@ -84,7 +84,9 @@ class Chain:
 
     def __post_init__(self) -> None:
         require_schedule(self.schedule, "chain")
-        others = [f"{f!r}, which cannot be called" for f in self.fs if not callable(f)]
+        others = [
+            f"{shown(f)}, which cannot be called" for f in self.fs if not callable(f)
+        ]
         if self.fs and not others:
             return
         raise refusal(

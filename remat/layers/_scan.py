@@ -324,12 +324,20 @@ def _length_of(scanned: Sequence[Tensor], xs: Any, stated: set[int]) -> int:
             what = (
                 "0-d" if isinstance(leaf, Tensor) else f"of type {type(leaf).__name__}"
             )
+            do = (
+                "Make it a tensor with one row per step, by torch.as_tensor or torch.stack; "
+                "capture what all steps share."
+            )
+            if callable(leaf):
+                do = (
+                    "Run layers in a row by chain(layers)(x), or pass their parameters, "
+                    "stacked as by torch.func.stack_module_state(layers)."
+                )
             raise CarryError.of(
                 where=f"scan: `{name}`",
                 what=f"is {what}.",
                 why="Each leaf of xs is sliced along its first dimension.",
-                do="Make it a tensor with one row per step, by torch.as_tensor "
-                "or torch.stack; capture what all steps share.",
+                do=do,
             )
     lengths = {len(each) for each in scanned} | stated
     if len(lengths) == 1 and min(lengths) >= 0:
