@@ -80,12 +80,9 @@ def by_op(*targets: str | Callable[..., Any]) -> AbstractPolicy:
 
 
 def is_target(candidate: object) -> bool:
-    """Whether `by_op` takes it."""
-    try:
-        _target_as_glob(candidate)
-    except PolicyError:
-        return False
-    return True
+    """Whether this is an operator or a function of torch that `by_op` takes."""
+    is_operator = isinstance(candidate, schemas.OpOverload | schemas.OpOverloadPacket)
+    return is_operator or _is_torch_function(candidate)
 
 
 def _target_as_glob(target: object) -> str:
@@ -96,7 +93,7 @@ def _target_as_glob(target: object) -> str:
             return target.split(".")[1] if _is_taken_apart(target) else target
         case schemas.OpOverload() | schemas.OpOverloadPacket():
             return _target_as_glob(str(target))
-        case _ if _is_torch_target(target) and _is_target_name(function_name(target)):
+        case _ if _is_torch_function(target):
             return function_name(target)
         case _:
             raise _not_op(target, "It is neither an operator nor a function of torch.")
@@ -132,6 +129,10 @@ def _is_target_name(name: str) -> bool:
     found = (getattr(owner, name, None) for owner in owners)
     is_found = any(callable(each) and not isinstance(each, type) for each in found)
     return is_found or hasattr(torch.Tensor, f"__{name}__")
+
+
+def _is_torch_function(target: object) -> bool:
+    return _is_torch_target(target) and _is_target_name(function_name(target))
 
 
 def _is_torch_target(target: object) -> bool:
