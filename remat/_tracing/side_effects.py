@@ -68,7 +68,7 @@ def require_nothing_left(
     leaked = next(iter(_left_behind(fakes)), None)
     if leaked is None:
         return
-    holders = [*_holders_of_tensor(leaked)]
+    holders = [*_holders_of([leaked])]
     with modes.unseen_by_traces():
         for returned in statics:
             if any(each is returned for each in holders):
@@ -100,9 +100,9 @@ def _returned_inside(tensor: Tensor, returned: object, where: str) -> SideEffect
     )
 
 
-def _holders_of_tensor(tensor: Tensor) -> Iterator[Any]:
-    """The objects that hold a tensor which was left, a few containers deep."""
-    holders: list[Any] = gc.get_referrers(tensor)
+def _holders_of(tensors: Sequence[Tensor]) -> Iterator[Any]:
+    """The objects that hold one of the tensors which were left, a few containers deep."""
+    holders = _referrers(tensors)
     for _ in range(_DEPTH):
         yield from holders
         containers: list[Any] = [
@@ -112,18 +112,16 @@ def _holders_of_tensor(tensor: Tensor) -> Iterator[Any]:
 
 
 def _left_tensor_error(tensor: Tensor, where: str) -> SideEffectError:
-    """The error for a tensor that was left; a cache of functools that has it is emptied."""
+    """The error for a tensor that was left, which `take_out` takes out of where it is."""
     holder = _where_left(tensor)
     do = f'Return the tensor from the function instead, or use engine="rerun". {_FILL}'
-    caches = (each for each in _holders_of_tensor(tensor) if type(each) is _Memoized)
-    memoized: Any = next(caches, None)
-    if memoized is not None:
-        memoized.cache_clear()
+    for memoized in _caches_with([tensor]):
         name = memoized.__name__
         holder = f"the cache of `{name}`, which is now empty"
         do = (
-            f"Call `{name}.__wrapped__` inside the function, which makes the tensor "
-            f"anew, or call `{name}` outside and pass what it returns."
+            f"Call `{name}.__wrapped__` inside the function, which makes the tensor anew, "
+            f'or call `{name}` outside and pass what it returns. Or use engine="rerun", '
+            "which reads what the cache holds."
         )
     return SideEffectError.of(
         where=where,
@@ -131,6 +129,11 @@ def _left_tensor_error(tensor: Tensor, where: str) -> SideEffectError:
         why="It has no data, so its next use would fail; it was taken out again.",
         do=do,
     )
+
+
+def _caches_with(tensors: Sequence[Tensor]) -> list[Any]:
+    """The caches of functools that hold one of these tensors, in containers too."""
+    return [each for each in _holders_of(tensors) if type(each) is _Memoized]
 
 
 def _where_left(tensor: Tensor) -> str:
@@ -176,8 +179,13 @@ def take_out(fakes: Sequence[weakref.ref[Tensor]]) -> None:
 
     An entry of a dict goes, and so does an element of a list. An attribute, a module's buffer, a
     closure variable or a global becomes None, as one is that is filled when it is first asked for.
+    A cache of functools is emptied.
     """
     tensors = _left_behind(fakes)
+    if not tensors:
+        return
+    for memoized in _caches_with(tensors):
+        memoized.cache_clear()
     holders = _referrers(tensors)
     tuples: list[Any] = [each for each in holders if type(each) is tuple]
     around = _referrers(tuples)

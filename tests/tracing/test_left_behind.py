@@ -190,3 +190,37 @@ def test_a_program_is_not_searched_for() -> None:
         gc.enable()
 
     assert not searches
+
+
+CACHES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "endless": functools.cache,
+    "limited": functools.lru_cache(maxsize=2),
+}
+
+
+@pytest.mark.parametrize("memoize", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("refused", ["by a value", "by what it counts", "by itself"])
+def test_a_cache_of_functools_is_emptied_after_any_refusal(
+    memoize: Callable[[Callable[..., Any]], Callable[..., Any]], refused: str
+) -> None:
+    """Whatever a trace is refused for, the other engine finds no stand-in in the cache."""
+    counts = {"calls": 0}
+
+    @memoize
+    def tables(n: int) -> dict[str, Tensor]:
+        return {"cos": torch.arange(float(n)).cos()}
+
+    def fun(x: Tensor) -> Tensor:
+        y = x * tables(len(x))["cos"]
+        if refused == "by a value" and float(y.detach().sum()) > 1e6:
+            return y
+        if refused == "by what it counts":
+            counts["calls"] += 1
+        return y.sin()
+
+    x = seeded(3).requires_grad_()
+    with pytest.raises((SideEffectError, TraceError), match='engine="rerun"'):
+        remat(fun)(x)
+
+    assert type(tables(3)["cos"]) is Tensor
+    assert_bitwise(remat(fun, engine="rerun")(x), fun(x))
