@@ -27,6 +27,7 @@ _STRIDED = torch.strided  # the look-up in `torch` takes longer than the compari
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
 _TAKE_FUNCTIONS = (torch.__path__[0] + "/_higher_order_ops/", taking_functions.__file__)
 _TORCHS_DISTRIBUTIONS = torch.__path__[0] + "/distributions/"
+_TORCHS_NESTED = torch.__path__[0] + "/nested/"
 _TAKES_MEMORY = "argument of type: <class 'torch.storage.UntypedStorage'>"
 _RERUN = 'engine="rerun", which runs the function again in the backward'
 
@@ -422,6 +423,13 @@ def of_the_users(
             why="A trace runs the backward for several layouts of cotangents, and the first "
             "run frees that graph.",
             do=f"Pass retain_graph=True there, or use {_RERUN}.",
+        )
+    if came_through(error, _TORCHS_NESTED):
+        return TraceError.of(
+            where=where,
+            what="the function makes a nested tensor, which cannot be traced.",
+            why="Its sizes are values of another tensor, and a trace sees shapes alone.",
+            do=f"Work on its values and offsets, or on a padded tensor, or use {_RERUN}.",
         )
     if _TAKES_MEMORY in text:
         return TraceError.of(

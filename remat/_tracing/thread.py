@@ -215,7 +215,8 @@ def _capture_tensor(running: Running, tensor: Tensor) -> Tensor:
     for known, leaf in zip(running.captured, running.leaves, strict=True):
         if known is tensor:
             return leaf
-    if not (refusals.is_strided(tensor) or tensors.overrides_functions(type(tensor))):
+    overrides = tensors.overrides_functions(type(tensor)) and not tensor.is_nested
+    if not (refusals.is_strided(tensor) or overrides):
         raise refusals.unstrided(f"a tensor used at {user_line()}", tensor)
     if not running.find(tensor):
         if streams.looks_like_state(tensor):

@@ -162,3 +162,32 @@ def test_functions_in_a_row_take_one_input() -> None:
             TypeError, match=r"is a Tensor\. Functions in a row take one"
         ):
             call()
+
+
+NESTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "of rows": lambda x: torch.nested.nested_tensor([x[:1], x], layout=torch.jagged),
+    "as rows": lambda x: torch.nested.as_nested_tensor([x, x], layout=torch.jagged),
+    "of values": lambda x: torch.nested.nested_tensor_from_jagged(
+        x, torch.tensor([0, 1, 3])
+    ),
+}
+
+
+@pytest.mark.parametrize("make", NESTED.values(), ids=NESTED)
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
+def test_a_nested_tensor_that_is_made_inside(
+    make: Callable[[Tensor], Any], is_first: bool
+) -> None:
+    """Torch makes an instance of its own for the first one, which a trace must not take."""
+
+    def fun(x: Tensor) -> Tensor:
+        return (make(x.sin()) * 2).values().sin()
+
+    x = seeded(3, 2)
+    if not is_first:
+        make(x)
+    with pytest.raises(
+        TraceError, match=r"nested tensor.*padded tensor, or use engine"
+    ):
+        grads(remat(fun), [x])
+    assert_bitwise(grads(remat(fun, engine="rerun"), [x]), grads(fun, [x]))
