@@ -51,7 +51,8 @@ class Batched(NamedTuple):
 
     region: Region
     #: The mapped dimension of each tensor of `Results` in a row; None means the first of each.
-    dims: tuple[int | None, ...] | None
+    #: A region without a program may tell them when it has run.
+    dims: Sequence[int | None] | None
 
 
 class Opened(NamedTuple):
@@ -142,6 +143,8 @@ class Call(NamedTuple):
     fast_path: FastPath | None = None
     #: Below which level of torch.func what waited for it has gradients of its own.
     connected_below: int = sys.maxsize
+    #: From which level of torch.func on none was there when it drew: there its draws repeat.
+    drawn_below: int = sys.maxsize
     #: Whether its backward may take values from the one before (`_programs.lending`).
     is_borrowing: bool = False
 

@@ -260,7 +260,8 @@ def _run_under_vmap(
     region, roots = call.region, call.roots
     physical, dims = levels.unwrap_batched(tensors, level)
     randomness = interpreter.randomness()
-    if randomness == "error" and region.states:
+    is_repeated = randomness == "error" and region.states
+    if is_repeated or level >= call.drawn_below:
         # Nothing new is drawn: the draws repeat those made outside this level.
         randomness = "same"
     draws_apart = randomness != "same" and region.num_draws > 0
@@ -426,6 +427,7 @@ def node_gradients(
             *(derived, call.roots, numerics, call.labels),
             is_last=call.is_first_order,
             connected_below=connected_below(ctx.level, kept),
+            drawn_below=min(call.drawn_below, ctx.level),
         )
         found = bind(below, [*kept, *present])
     except RuntimeError as error:

@@ -92,7 +92,7 @@ def _mapped_program(
     if forward is None or dims is None:
         return None
     check = guards.tensor_guard(physical)
-    found = Mapped(batch.dims, batch.size, check, forward.program.quiet, dims)
+    found = Mapped(*(batch.dims, batch.size, check, forward.program.quiet, tuple(dims)))
     path.mapped = latest(found, path.mapped)
     return found
 

@@ -26,7 +26,7 @@ from remat._rerun import fully_shard
 from remat._rerun.dependence import dependent_outputs, guard_against_others, held_leaves
 from remat._rerun.state import RunState
 from remat._switches.numerics import Numerics
-from remat._torch import autograd, isolation, modes
+from remat._torch import autograd, isolation, levels, modes
 from remat._tracing.trace import Flat
 
 
@@ -53,6 +53,11 @@ class Rerun(WithoutProgram):
     keeps = False
     policy_text = "engine='rerun'"
     is_derivative = False
+
+    @property
+    def num_draws(self) -> int:
+        """At least one if the function may draw."""
+        return int(self.state.draws)
 
     @property
     def runs_first(self) -> bool:
@@ -137,11 +142,16 @@ class Rerun(WithoutProgram):
         # This is how torch runs a function if reverse mode is taken per example.
         wanted = [index for index, each in enumerate(self.requires_grad) if each]
         function = functions.tracked(self.function, wanted) if save else self.function
-        over = functions.mapped(function, None, batch, 0)
+        dims: list[int | None] | None = None
+        if any(dim is not None for dim in batch.dims):
+            over = functions.mapped(function, None, batch, 0)
+        else:
+            dims = []
+            over = _drawing_apart(function, batch, dims)
         region = Rerun(
             over, over, self.requires_grad, self.state, is_primal=self.is_primal
         )
-        return Batched(region, None)
+        return Batched(region, dims)
 
 
 def rerun_of(
@@ -155,6 +165,25 @@ def rerun_of(
     state = RunState((), ())
     state.dependent_outputs = dependent_outputs
     return Rerun(function, function, requires_grad, state)
+
+
+def _drawing_apart(function: Flat, batch: Batch, dims: list[int | None]) -> Flat:
+    """The map of a function that each example gives the same, and that may draw for each.
+
+    Each run notes which results are mapped, by their first dimension: those that depend on draws.
+    """
+
+    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        def of(*operands: Tensor) -> tuple[Tensor, ...]:
+            return tuple(each for each in function(operands) if each is not None)
+
+        over = levels.restore_vmap(of, batch.dims, batch.size, batch.randomness)
+        found, found_dims = over(*tensors)
+        dims[:] = [None if dim is None else 0 for dim in found_dims]
+        pairs = zip(found, found_dims, strict=True)
+        return [each if dim is None else each.movedim(dim, 0) for each, dim in pairs]
+
+    return run
 
 
 def _rerun_with_zeros(function: Flat, pull: Pull) -> Flat:

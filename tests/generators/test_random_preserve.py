@@ -413,3 +413,61 @@ def test_a_redraw_under_a_vmap_that_forbids_draws() -> None:
 
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def _repeated(fun: Any, randomness: Any) -> Any:
+    """One draw, then backwards that are mapped: of it alone, and of a gradient by it."""
+    x, rows = seeded(4), torch.eye(4, dtype=torch.float64)
+
+    def pulled(x: Tensor) -> Tensor:
+        pull = torch.func.vjp(fun, x)[1]
+        return torch.func.vmap(lambda row: pull(row)[0], randomness=randomness)(rows)
+
+    again = torch.func.grad(lambda x: pulled(x).sin().sum())(x)
+    inside = torch.func.vmap(pulled, randomness="different")(seeded(3, 4))
+    return pulled(x), again, inside, torch.func.jacrev(torch.func.jacrev(fun))(x)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("randomness", ["error", "same", "different"])
+def test_a_vmap_after_the_draw_repeats_it(randomness: str, engine: str) -> None:
+    """Its randomness is for what is drawn in it, and a recomputation draws nothing new."""
+
+    def fun(x: Tensor) -> Tensor:
+        return drop(x.sin() * x.sum())
+
+    found, expected = (
+        (torch.manual_seed(0), _repeated(each, randomness))[1]
+        for each in (remat(fun, rng="preserve", engine=engine), fun)
+    )
+
+    assert_close(found, expected)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("fun", [in_the_middle, torch.sin], ids=["draws", "does not"])
+@pytest.mark.parametrize("randomness", ["error", "same", "different"])
+def test_what_no_example_has_for_itself(randomness: Any, fun: Any, engine: str) -> None:
+    """Draws for each example differ also where the region is given nothing that is mapped."""
+    weights, draws = seeded(3, seed=1), fun is in_the_middle
+
+    def gradient(fun: Any) -> Tensor:
+        torch.manual_seed(0)
+        x = seeded(8).requires_grad_()
+
+        def scaled(weight: Tensor) -> Tensor:
+            y = fun(x)
+            # What depends on no draw is the same for each, and tells its value.
+            return y * weight if draws or y.sum() > -99 else y
+
+        mapped = torch.func.vmap(scaled, randomness=randomness)(weights)
+        return torch.autograd.grad(mapped.sin().sum(), x)[0]
+
+    region = remat(fun, rng="preserve", engine=engine)
+    if randomness == "error" and draws:
+        with pytest.raises(RuntimeError, match="randomness error mode"):
+            gradient(region)
+    else:
+        assert_close(gradient(region), gradient(fun))
