@@ -116,7 +116,8 @@ def _left_tensor_error(tensor: Tensor, where: str) -> SideEffectError:
     holder = _where_left(tensor)
     do = f'Return the tensor from the function instead, or use engine="rerun". {_FILL}'
     for memoized in _caches_with([tensor]):
-        name = memoized.__name__
+        # A partial function and an object that is called have no name.
+        name = getattr(memoized, "__name__", type(memoized.__wrapped__).__name__)
         holder = f"the cache of `{name}`, which is now empty"
         do = (
             f"Call `{name}.__wrapped__` inside the function, which makes the tensor anew, "

@@ -224,3 +224,15 @@ def test_a_cache_of_functools_is_emptied_after_any_refusal(
 
     assert type(tables(3)["cos"]) is Tensor
     assert_bitwise(remat(fun, engine="rerun")(x), fun(x))
+
+
+def test_a_cache_of_a_function_without_a_name() -> None:
+    """The error names the class of what is cached."""
+
+    def table(factor: float, n: int) -> Tensor:
+        return torch.arange(float(n)) * factor
+
+    cached = functools.cache(functools.partial(table, 2.0))
+
+    with pytest.raises(SideEffectError, match=r"the cache of `partial`, .* now empty"):
+        remat(lambda x: x * cached(3))(seeded(3).requires_grad_())
