@@ -91,8 +91,8 @@ def _mapped_program(
     dims = batched.dims
     if forward is None or dims is None:
         return None
-    check = guards.tensor_guard(physical)
-    found = Mapped(*(batch.dims, batch.size, check, forward.program.quiet, tuple(dims)))
+    check, quiet = guards.tensor_guard(physical), forward.program.quiet
+    found = Mapped(batch.dims, batch.size, check, quiet, tuple(dims))
     path.mapped = latest(found, path.mapped)
     return found
 
