@@ -15,6 +15,8 @@ from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Ref, Value, prune
 from remat._graph.zeros import without_zeros
 from remat._programs.program import Program
+from remat._torch import fakes
+from remat._tracing.trace import record
 from tests.support import (
     assert_bitwise,
     assert_close,
@@ -289,3 +291,25 @@ def test_numbers_are_plains_whichever_operands_have_tangents(
             return NESTS[nest](of_some, given)
 
         assert_close(run(region), run(f))
+
+
+def test_no_trace_depends_on_what_torch_remembers_of_views() -> None:
+    """Of zeros without memory a view is such zeros, also where a like view of numbers came before."""
+    x, w = seeded(3, 3, 4), seeded(1, 4, 4)
+
+    def by_view(x: Tensor, w: Tensor) -> Tensor:
+        return torch.bmm(x, w.expand(3, 1, 4, 4).view(3, 4, 4))
+
+    def by_zeros(x: Tensor) -> Tensor:
+        return by_view(x, torch.ops.aten._efficientzerotensor(w.shape, dtype=w.dtype))
+
+    def recorded(f: Callable[..., Tensor], *operands: Tensor) -> tuple[str, ...]:
+        made = [TensorMeta.of_whole(each, requires_grad=False) for each in operands]
+        return record(lambda given: [f(*given)], made).operators
+
+    fakes.forget_operators()
+    first = recorded(by_zeros, x)
+    fakes.forget_operators()
+    recorded(by_view, x, w)
+
+    assert recorded(by_zeros, x) == first
