@@ -19,6 +19,9 @@ from remat._graph.values import Building, Graph, Ref, Value, replace_refs
 
 _aten: Any = torch.ops.aten
 
+# Views that only autograd, which a graph has behind it, tells apart.
+_PLAIN_VIEWS: dict[Any, Any] = {_aten._unsafe_view.default: _aten.view.default}
+
 _ZEROS = frozenset(
     {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
 )
@@ -94,7 +97,7 @@ def _numbering_key(index: int, value: Value, numbers: list[int]) -> tuple[Any, .
         replace_refs((value.args, value.kwargs), lambda use: Ref(numbers[use]))
     )
     if not operators.draws(value):
-        return ("op", value.op, numbered)
+        return ("op", _PLAIN_VIEWS.get(value.op, value.op), numbered)
     # A draw equals another one only if both read one recorded state.
     state = index if value.state is None else numbers[value.state.index]
     return ("draw", value.op, value.in_place, numbered, value.state is None, state)

@@ -164,6 +164,29 @@ def test_a_norm_that_is_saved_is_computed_once(nest: str) -> None:
     assert count_operators(run)["aten.native_layer_norm"] == 1
 
 
+def attention(w: Any, x: Any) -> Any:
+    """Both halves of a row attend to each other: products of what is seen by views."""
+    h = torch.cat([x, x[:, :1]], 1).unflatten(1, (2, -1))
+    q, v = h @ w[:3, :3], h @ w[2:, 2:]
+    return h + torch.softmax(q @ v.mT, -1) @ v
+
+
+def test_a_map_between_two_derivatives_adds_no_recomputation() -> None:
+    """Of views, the two that only autograd tells apart are one value."""
+    w, added = weights("gated")[0], set[int]()
+
+    for nest in ("grad(grad)", "grad(vmap(grad))"):
+        found: list[int] = []
+        for f in (attention, remat(attention)):
+            run = functools.partial(NESTS[nest], TORCH, f, w, X)
+            run()
+            ran = count_operators(run)
+            found.append(sum(ran[each] for each in PRODUCTS))
+        added.add(found[1] - found[0])
+
+    assert len(added) == 1, added
+
+
 def test_jax_adds_nothing_where_everything_is_saved() -> None:
     """So there the bound is what plain torch computes, in every nest."""
     for name in FUNCTIONS:
