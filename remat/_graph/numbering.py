@@ -9,7 +9,7 @@ Schwartz, 1970), and what replaces tags on operators for nested regions.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,6 +25,10 @@ _PLAIN_VIEWS: dict[Any, Any] = {_aten._unsafe_view.default: _aten.view.default}
 _ZEROS = frozenset(
     {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
 )
+
+# What numbers of Python become; torch cannot read the elements of some other dtypes.
+_OF_LITERALS = frozenset({torch.bool, torch.int64, torch.float32, torch.float64})
+_FEW_ELEMENTS = 256  # of constants that are compared by these, a heuristic
 
 
 class Numbering:
@@ -92,7 +96,7 @@ def _numbering_key(index: int, value: Value, numbers: list[int]) -> tuple[Any, .
     if value.op is None or operators.is_rng_state(value.op):
         return ("input", index)
     if value.op is operators.constant:
-        return ("constant", id(value.args[0]))
+        return ("constant", *_constant_key(value.args[0]))
     numbered = _literal_key(
         replace_refs((value.args, value.kwargs), lambda use: Ref(numbers[use]))
     )
@@ -101,6 +105,17 @@ def _numbering_key(index: int, value: Value, numbers: list[int]) -> tuple[Any, .
     # A draw equals another one only if both read one recorded state.
     state = index if value.state is None else numbers[value.state.index]
     return ("draw", value.op, value.in_place, numbered, value.state is None, state)
+
+
+def _constant_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What equal constants have in common: a function makes them anew in each of its traces."""
+    is_read = type(tensor) is torch.Tensor and tensor.dtype in _OF_LITERALS
+    is_here = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not (is_read and is_here) or tensor.numel() > _FEW_ELEMENTS:
+        return (id(tensor),)
+    layout = tensor.dtype, tensor.shape, tensor.stride()
+    numbers = cast("list[Any]", tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
+    return (*layout, _literal_key(numbers))
 
 
 def _literal_key(tree: Any) -> Any:
