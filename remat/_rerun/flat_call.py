@@ -48,6 +48,7 @@ from remat._switches.numerics import Numerics
 from remat._torch import (
     autocast,
     autograd,
+    dropout,
     dtensor,
     dynamo,
     levels,
@@ -417,7 +418,7 @@ class _Substituted(TorchFunctionMode):
             for target in _written_tensors(func, args, kwargs):
                 self._constants.before_write(target, self._state)
         with out_keeps_its_shape(kwargs, self._is_from_outside):
-            out = func(*args, **kwargs)
+            out = dropout.drawn_alike(func)(*args, **kwargs)
         given = set(map(id, trees.tensor_leaves((args, kwargs))))
         self._state.made |= set(map(id, trees.tensor_leaves(out))) - given
         self._state.refuse_draws(func)

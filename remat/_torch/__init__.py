@@ -6,8 +6,8 @@ an upgrade fails at import, not in the middle of training. Reads torch and itsel
 `allocator`: what a run takes from it; `attributes`: set for the length of a block; `autocast`: its
 cache of casts; `autograd`: its nodes, what they saved, `Function`s, the backward under way,
 detached tensors, `is_grads_batched`; `distributed`: process groups, collectives, `fully_shard`,
-FSDP; `dtensor`: DTensors, results under way; `dynamo`: what torch.compile sees as it traces;
-`fakes`: tensors without data or a number to read, their mode, what an error says they lack;
+FSDP; `dropout`: masks that are the same under transforms; `dtensor`: DTensors, results under way;
+`dynamo`: what torch.compile sees as it traces; `fakes`: tensors without data or a number to read, their mode, what an error says they lack;
 `guards`: cheap checks of tensors and of a thread's state, its float32 precision; `isolation`:
 outside every transform, mode and hook; `levels`: active transforms, their wrappers, versions and
 writes below, graphs at the current level, the dual level; `loops`: `torch.while_loop` and its

@@ -264,6 +264,19 @@ def is_mapped() -> bool:
     return any(each.key() == _Kind.Vmap for each in stack)
 
 
+def draws_in_place(tensor: Tensor) -> bool:
+    """Whether vmap has a rule for a draw into a tensor: one level, which maps it or repeats the draw."""
+    stack: Any = functorch.get_interpreter_stack() or ()
+    maps = [each for each in stack if each.key() == _Kind.Vmap]
+    if len(maps) != 1:
+        return not maps
+    only: Any = pyfunctorch.coerce_cinterpreter(maps[0])
+    if only.randomness() == "same":
+        return True
+    mapped = [x for x in layers(tensor) if functorch.is_batchedtensor(x)]
+    return only.level() in map(level_of, mapped)
+
+
 def dual_level_is_active() -> bool:
     return dual_levels._current_level >= 0
 

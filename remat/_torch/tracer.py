@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat._torch import levels
+from remat._torch import dropout, levels
 from remat._torch.attributes import attributes_as
 from remat._torch.dynamo import dynamo_as_before, whole_graphs_in_parts
 from remat._torch.modes import DispatchMode, is_watched
@@ -47,7 +47,7 @@ def load_tracer() -> None:
 
 def traceable(func: Any) -> Any:
     """The function itself, or one that does the same in a trace."""
-    return _TRACEABLE.get(func, func)
+    return _TRACEABLE[func] if func in _TRACEABLE else dropout.drawn_alike(func)
 
 
 def _traceable_requires_grad(tensor: Tensor, requires_grad: bool = True) -> Tensor:

@@ -1,0 +1,89 @@
+"""Dropout that draws under a transform of torch.func what it draws without one.
+
+A region runs its function below all transforms, and under one of them for a derivative, which
+must have the forward's mask. torch.func puts operators in the place of dropout that draw a mask
+in another order than that in which its tensor lies in memory, and on a GPU by another kernel.
+Obsolete when it does not.
+"""
+
+# pyright: reportPrivateUsage=false
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from remat._torch import levels
+
+#: What a unit of SELU tends to far below zero, but for its sign: what `alpha_dropout` drops it to.
+_ALPHA = 1.7580993408473766
+
+
+def drawn_alike(func: Any) -> Any:
+    """The function itself, or under a transform one that draws what it does without."""
+    return _ALIKE.get(func, func) if levels.interpreter_is_active() else func
+
+
+def _has_one_kernel(tensor: Tensor) -> bool:
+    """Whether torch draws and multiplies at once on its device, if it may make a new tensor."""
+    return tensor.device.type not in ("cpu", "mps")
+
+
+def _mask(like: Tensor, p: float) -> Tensor:
+    """What to keep, drawn in the order in which a tensor lies in memory."""
+    mask = torch.empty_like(like)
+    if levels.draws_in_place(mask):
+        return mask.bernoulli_(1 - p)
+    order = sorted(range(mask.dim()), key=mask.stride, reverse=True)
+    back = [order.index(dim) for dim in range(mask.dim())]
+    return torch.bernoulli(mask.permute(order), 1 - p).permute(back)
+
+
+def _is_drawn(tensor: Tensor, p: float) -> bool:
+    return 0.0 < p < 1.0 and tensor.numel() > 0
+
+
+def _dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    if not training or not _is_drawn(input, p):
+        return F.dropout(input, p, training, inplace)
+    if _has_one_kernel(input) and not inplace:
+        return torch.native_dropout(input, p, training)[0]
+    mask = _mask(input, p).div_(1 - p)
+    return input.mul_(mask) if inplace else input * mask
+
+
+def _alpha_dropout(
+    input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
+    if not training or not _is_drawn(input, p):
+        return F.alpha_dropout(input, p, training, inplace)
+    mask = _mask(input, p)
+    scale = 1 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
+    shift = mask.add(-1).mul_(_ALPHA * scale).add_(_ALPHA * scale * p)
+    mask.mul_(scale)
+    return input.mul_(mask).add_(shift) if inplace else input.mul(mask).add_(shift)
+
+
+def _as_operator(
+    function: Callable[..., Tensor], inplace: bool
+) -> Callable[..., Tensor]:
+    """The function with the arguments of the operator under it."""
+
+    def call(input: Tensor, p: float, train: bool) -> Tensor:
+        return function(input, p, train, inplace)
+
+    return call
+
+
+_ALIKE: dict[Any, Callable[..., Tensor]] = {
+    F.dropout: _dropout,
+    F.alpha_dropout: _alpha_dropout,
+    torch.dropout: _as_operator(_dropout, inplace=False),
+    torch.dropout_: _as_operator(_dropout, inplace=True),
+    torch.alpha_dropout: _as_operator(_alpha_dropout, inplace=False),
+    torch.alpha_dropout_: _as_operator(_alpha_dropout, inplace=True),
+}
