@@ -93,8 +93,8 @@ def is_daily(name, transform):
     """Whether a case is tried each time: `vmap_grad` of all, and what the core is there for."""
     if transform == "vmap_grad":
         return True
-    # `test_law_01_transforms.py` has all transforms of attention.
-    return name in CORE - {"attention_math"} and transform not in REPEATED
+    # `test_law_01_transforms.py` has all transforms of attention, law 14 has those of norms.
+    return name in CORE - {"attention_math", "group_norm"} and transform not in REPEATED
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from remat import policies, remat
 from tests.laws.switches import bfloat16
-from tests.support import seeded
+from tests.support import seeded, swept
 
 Function = Callable[..., Tensor]
 
@@ -63,7 +63,7 @@ ASKED: dict[str, list[Callable[[Function], Function]]] = {
 
 @pytest.mark.contract
 @pytest.mark.parametrize(
-    "policy", [policies.nothing_saveable, policies.everything_saveable]
+    "policy", [policies.nothing_saveable, *swept([policies.everything_saveable])]
 )
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")

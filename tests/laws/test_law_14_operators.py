@@ -203,13 +203,15 @@ def of_kinds(run: Callable[[], Any]) -> Counter[str]:
 
 NESTED = ("grad(grad)", "jvp(grad)", "grad(vmap(grad))", "grad(grad(grad))")
 CASES = [(name, nest) for name in FUNCTIONS for nest in NESTED]
+#: Functions whose like is daily.
+ALIKE = ("mish", "glu", "sort", "batch_norm", "slices in place")
 #: The factors of a solve come with whole numbers: in forward mode they keep their tangents as
 #: they are.
+FIRST = {"solve": "jvp(grad)"} | dict.fromkeys(ALIKE, "")
 DAILY = [
     case
     for case in CASES
-    if case[0] == "gated"
-    or case[1] == ("jvp(grad)" if case[0] == "solve" else "grad(grad)")
+    if case[0] == "gated" or case[1] == FIRST.get(case[0], "grad(grad)")
 ]
 
 

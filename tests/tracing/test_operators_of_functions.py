@@ -199,7 +199,7 @@ CONDITIONS: dict[str, Function] = {
 #: What the others are made of.
 DAILY = ("captured", "in place", "no operands")
 #: What is in others too.
-SIMPLE = ("plain", "constants", "own", "loop")
+SIMPLE = ("plain", "constants", "own", "loop", "several", "nested")
 LOOPS: dict[str, Function] = {
     "map": lambda x: rows(lambda row: row.sin() * W, x),
     "scan": scanned,
