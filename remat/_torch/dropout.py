@@ -2,11 +2,9 @@
 
 A region runs its function below all transforms, and under one of them for a derivative, which
 must have the forward's mask. torch.func puts operators in the place of dropout that draw a mask
-in another order than that in which its tensor lies in memory, and on a GPU by another kernel.
-Obsolete when it does not.
+in another order than that in which its tensor lies in memory. Obsolete when it does not.
 """
 
-# pyright: reportPrivateUsage=false
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +24,6 @@ def drawn_alike(func: Any) -> Any:
     return _ALIKE.get(func, func) if levels.interpreter_is_active() else func
 
 
-def _has_one_kernel(tensor: Tensor) -> bool:
-    """Whether torch draws and multiplies at once on its device, if it may make a new tensor."""
-    return tensor.device.type not in ("cpu", "mps")
-
-
 def _mask(like: Tensor, p: float) -> Tensor:
     """What to keep, drawn in the order in which a tensor lies in memory."""
     mask = torch.empty_like(like)
@@ -41,17 +34,17 @@ def _mask(like: Tensor, p: float) -> Tensor:
     return torch.bernoulli(mask.permute(order), 1 - p).permute(back)
 
 
-def _is_drawn(tensor: Tensor, p: float) -> bool:
-    return 0.0 < p < 1.0 and tensor.numel() > 0
+def _draws(tensor: Tensor, p: float, training: bool) -> bool:
+    return training and 0.0 < p < 1.0 and tensor.numel() > 0
 
 
 def _dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    if not training or not _is_drawn(input, p):
+    # Into a new tensor accelerators drop by one kernel, with transforms and without.
+    is_kernel = input.device.type not in ("cpu", "mps") and not inplace
+    if is_kernel or not _draws(input, p, training):
         return F.dropout(input, p, training, inplace)
-    if _has_one_kernel(input) and not inplace:
-        return torch.native_dropout(input, p, training)[0]
     mask = _mask(input, p).div_(1 - p)
     return input.mul_(mask) if inplace else input * mask
 
@@ -59,7 +52,7 @@ def _dropout(
 def _alpha_dropout(
     input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    if not training or not _is_drawn(input, p):
+    if not _draws(input, p, training):
         return F.alpha_dropout(input, p, training, inplace)
     mask = _mask(input, p)
     scale = 1 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
