@@ -98,7 +98,6 @@ class TracedRegion:
         policy_above: the policy of the region that its forward was made from, or its own.
         given: its forward, if it was made from another region's program; else None.
         is_derivative: whether reports call it the derivative of the function.
-        is_borrowing: whether its forward is a backward that may take values from the one before.
         keeps: whether the backward reads what the forward saved, not only its operands.
         num_leading: how many tensors the forward reads before the operands.
         num_draws: how many generator states the forward records.
@@ -131,6 +130,8 @@ class TracedRegion:
     #: The region whose program its forward was made from; None if none was.
     made_from: TracedRegion | None = None
     is_opened: bool = False  # whether it is that region's program itself
+    #: Whether it is made from a backward that may take values from the one before.
+    is_borrowing: bool = False
 
     # Without annotations, so that these are no fields.
     held_apart = ()
@@ -154,7 +155,6 @@ class TracedRegion:
             self._joints = origin.joints if isinstance(origin, Stages) else origin
             outline = self._joints[0]
             self.is_derivative = opened is not None and opened.is_derivative
-            self.is_borrowing = opened is not None and opened.is_borrowing
             self.num_leading, self.num_draws = 0, len(outline.states)
             self.placements = placements_of(outline, self.operands)
             self.chosen, self.every_view = outline.chosen, outline.views
@@ -256,6 +256,7 @@ class TracedRegion:
                 calls=self.calls,
                 made_from=self,
                 is_opened=True,
+                is_borrowing=self.is_borrowing,
             )
             if any(has_tangent):
                 region.pushed(roots, has_tangent, save=False)
@@ -350,6 +351,7 @@ class TracedRegion:
             inputs=self.inputs,
             calls=self.calls,
             made_from=self if is_made else None,
+            is_borrowing=self.is_borrowing,
         )
 
     @_once

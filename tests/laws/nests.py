@@ -118,6 +118,12 @@ def _thrice(t: Library, f: Function, p: Any, x: Any) -> Any:
     return t.transforms.grad(lambda p: squares(t, second(p, x)))(p)
 
 
+def _third_along(t: Library, f: Function, p: Any, x: Any) -> Any:
+    second = t.transforms.grad(_size_of_gradient(t, f))
+    along = t.map(t.numbers.ones_like, p)
+    return t.transforms.jvp(lambda p: second(p, x), (p,), (along,))
+
+
 def _hessians(t: Library, f: Function, p: Any, x: Any) -> Any:
     return t.transforms.vmap(t.transforms.hessian(_example_loss(f, p)))(x)
 
@@ -128,6 +134,14 @@ def _of_laplacian(t: Library, f: Function, p: Any, x: Any) -> Any:
 
     def size(p: Any) -> Any:
         return (t.transforms.vmap(lambda each: laplacian(p, each))(x) ** 2).sum()
+
+    return t.transforms.grad(size)(p)
+
+
+def _of_hessians(t: Library, f: Function, p: Any, x: Any) -> Any:
+    def size(p: Any) -> Any:
+        slope = t.transforms.grad(_example_loss(f, p))
+        return squares(t, t.transforms.vmap(t.transforms.jacfwd(slope))(x))
 
     return t.transforms.grad(size)(p)
 
@@ -179,5 +193,7 @@ NESTS: dict[str, Nest] = {
     "grad(jvp(jvp))": lambda t, f, p, x: _of_tangents(t, f, p, x, 2),
     "vmap(jacrev(jacrev))": lambda t, f, p, x: _jacobians(t, f, p, x, 2),
     "grad(grad(grad))": _thrice,
+    "jvp(grad(grad))": _third_along,
+    "grad(vmap(jacfwd(grad)))": _of_hessians,
     "grad(laplacian)": _of_laplacian,
 }
