@@ -29,6 +29,7 @@ OTHERS = {
     "sharding": "tests.benchmarks.sharding",
     "sizes": "tests.benchmarks.sizes",
     "reports": "tests.benchmarks.reports",
+    "rounding": "tests.benchmarks.rounding",
     "storage": "tests.benchmarks.storage",
     "tiles": "tests.benchmarks.tiles",
     "transformers": "tests.benchmarks.transformers",
