@@ -265,7 +265,9 @@ def _recorded(
                 note(region, *given)
                 return recorder.call(function, args, kwargs, captured)
 
-            with standing_in(stand_in), _undone((whole.step, args, kwargs)):
+            # The next run starts alike, and no fake is left behind.
+            around = undone((whole.step, args, kwargs)), drawing_from(states())
+            with standing_in(stand_in), around[0], around[1]:
                 return called_with(whole, instead, args, kwargs)
 
         calls: list[_Call] = []
@@ -324,13 +326,6 @@ class _OfArguments(modes.DispatchMode):
     def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
         _require_given(trees.tensor_leaves((args, kwargs)))
         return modes.run_in_mode(op, args, kwargs)
-
-
-@contextlib.contextmanager
-def _undone(roots: tuple[Any, ...]) -> Generator[None]:
-    """Undoes what a run changes: the next one starts alike, and no fake is left behind."""
-    with undone(roots), drawing_from(states()):
-        yield
 
 
 @contextlib.contextmanager

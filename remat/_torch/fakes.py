@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.optim.optimizer as optimizers
-from torch import Tensor, _meta_registrations, nn
+from torch import Tensor, _meta_registrations
 from torch._dispatch.python import enable_python_dispatcher
 from torch._higher_order_ops import utils as taking_utils
 from torch._prims_common import suggest_memory_format
@@ -25,7 +25,6 @@ from remat._torch import loops
 from remat._torch.attributes import attributes_as
 from remat._torch.dtensor import local_part
 from remat._torch.levels import no_dual_level, unwrapped
-from remat._torch.modules import called_with
 from remat._torch.taking_functions import takes_functions
 from remat._torch.tensors import is_in_parts, parts_of
 from remat._torch.trees import map_tensors, tensor_leaves
@@ -323,15 +322,6 @@ def forget_operators() -> None:
     memory tells these apart.
     """
     FakeTensorMode.cache_clear()
-
-
-def call_on_fakes(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Calls a module on tensors like its own and like the arguments, without data."""
-    own = {id(each): each for each in (*module.parameters(), *module.buffers())}
-    with faked((own, args, kwargs)) as (instead, args, kwargs):
-        called_with(module, instead, args, kwargs)
 
 
 @contextlib.contextmanager

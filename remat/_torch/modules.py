@@ -5,11 +5,10 @@ Obsolete when torch makes the hooks public; a function that says so itself has a
 
 # pyright: reportPrivateUsage=false
 import contextlib
-import copy
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils.prune import BasePruningMethod
@@ -37,7 +36,7 @@ def calling_module() -> Any:
 def called_with(module: Any, instead: Mapping[int, Any], args: Any, kwargs: Any) -> Any:
     """Calls a module with other tensors for its parameters and buffers, by their identities.
 
-    What the call leaves in attributes, such as a cache, is undone: its tensors may have no data.
+    What it leaves in attributes, such as a cache, is the caller's to undo.
 
     `functional_call` takes names, and puts the wrong ones back where a part has two: each part is
     named once here. Obsolete when it does so.
@@ -48,38 +47,7 @@ def called_with(module: Any, instead: Mapping[int, Any], args: Any, kwargs: Any)
         for key, tensor in (*part._parameters.items(), *part._buffers.items())
         if id(tensor) in instead
     }
-    with _attributes_put_back([*module.modules()]):
-        return torch.func.functional_call(
-            module, state, args, kwargs, tie_weights=False
-        )
-
-
-@contextlib.contextmanager
-def _attributes_put_back(modules: Iterable[Any]) -> Generator[None]:
-    """Inside, attributes of modules may change, and what is in their containers."""
-    owners: list[dict[str, Any]] = [vars(part) for part in modules]
-    containers: list[Any] = [
-        each
-        for owner in owners
-        for each in (owner, *owner.values())
-        if isinstance(each, (dict, list, set))
-    ]
-    before = [copy.copy(each) for each in containers]
-    try:
-        yield
-    finally:
-        for container, content in zip(containers, before, strict=True):
-            if [*_members(container)] != [*_members(content)]:
-                container.clear()
-                fill: Any = getattr(container, "extend", None) or container.update
-                fill(content)
-
-
-def _members(container: Any) -> Iterator[int]:
-    """The identities of what a container holds, of which many compare as tensors do."""
-    yield from map(id, container)
-    if isinstance(container, dict):
-        yield from map(id, cast("dict[Any, Any]", container).values())
+    return torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
 
 
 def copied(module: _T, **attributes: Any) -> _T:

@@ -17,6 +17,7 @@ from remat._plans.plan import Plan, Planner
 from remat._torch import fakes, trees
 from remat._torch.attributes import attributes_as
 from remat._torch.modules import called_with
+from remat._tracing.side_effects import undone
 from remat.modules._apply import Where, matching
 from remat.policies import AbstractPolicy, Budget
 from remat.policies._budget import planning_again
@@ -48,13 +49,14 @@ class BlockCall:
 
 @contextlib.contextmanager
 def called_instead(
-    modules: Iterable[nn.Module], stand_in: Callable[..., Any]
+    model: nn.Module, modules: Iterable[nn.Module], stand_in: Callable[..., Any]
 ) -> Generator[None]:
     """Inside, a call of a module is `stand_in(module, its forward, *args, **kwargs)`.
 
+    What a run of the model leaves in attributes is undone: tensors in a cache may have no data.
     Python and numpy draw inside what they draw again after it, as runs of a model are to agree.
     """
-    with drawing_from(states()), contextlib.ExitStack() as stack:
+    with undone((model,)), drawing_from(states()), contextlib.ExitStack() as stack:
         for module in modules:
             instead = functools.partial(stand_in, module, module.forward)
             stack.enter_context(attributes_as(module, forward=instead))
@@ -115,13 +117,15 @@ def calls_of_blocks(
             return fakes.zeros_like_results(forward, args, kwargs)
         return forward(*args, **kwargs)
 
-    with called_instead(names, stand_in):
+    with called_instead(model, names, stand_in):
         if has_data:
             with device_states.put_back({each.device for each in tensors}):
                 copies = {id(each): each.clone() for each in model.buffers()}
                 called_with(model, copies, args, kwargs)
         else:
-            fakes.call_on_fakes(model, args, kwargs)
+            own = {id(each): each for each in tensors}
+            with fakes.faked((own, args, kwargs)) as (instead, args, kwargs):
+                called_with(model, instead, args, kwargs)
     for name in {*names.values()}.difference(each.name for each in calls):
         raise refusal(
             ValueError,

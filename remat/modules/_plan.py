@@ -178,7 +178,8 @@ class Step:
                 ) -> Any:
                     return recorder.call(forward, args, kwargs, module.parameters())
 
-                with called_instead({each.module for each in blocks}, stand_in):
+                modules = {each.module for each in blocks}
+                with called_instead(model, modules, stand_in):
                     found = called_with(model, parameters | buffers, args, kwargs)
                 return self.loss(found)
 
