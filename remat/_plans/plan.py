@@ -8,7 +8,9 @@ import json
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, final
+from typing import Any, ParamSpec, cast, final
+
+import torch
 
 from remat._calls.decorated import undecided
 from remat._errors import PolicyError, refusal, require_choice, require_type
@@ -16,13 +18,13 @@ from remat._graph.operators import made_by
 from remat._partition import budgets
 from remat._partition.decide import fingerprint
 from remat._partition.peak import Peaks
-from remat._plans.json_parts import as_plain, fields_of, name_of, to_problem, to_storage
 from remat._torch.tensors import memory_of
-from remat.planners import Problem, Solution, solve_cut, solve_milp
+from remat.planners import Option, Problem, Solution, Step, solve_cut, solve_milp
 from remat.policies import AbstractPolicy, Budget, Planned
 from remat.policies._budget import Size, as_budget
 from remat.policies._sizes import show_size
-from remat.storage import AbstractStorage
+from remat.storage import AbstractStorage, Chain, links_of
+from remat.storage._contract import own_classes
 
 _P = ParamSpec("_P")
 _VERSION = 3
@@ -210,8 +212,8 @@ class Plan:
             PolicyError: a storage cannot be written as text: it has a mesh or a key, or
                 is not a class of this package.
         """
-        text = {"version": _VERSION, **fields_of(self)}
-        return json.dumps(text, default=as_plain)
+        text = {"version": _VERSION, **_fields_of(self)}
+        return json.dumps(text, default=_as_plain)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -224,7 +226,7 @@ class Plan:
             found: dict[str, Any] = json.loads(text)
             require_choice("version", found.pop("version"), (_VERSION,), of="a plan")
             found["rows"] = tuple(map(_plan_row_of, found["rows"]))
-            found["problem"] = to_problem(found["problem"])
+            found["problem"] = _to_problem(found["problem"])
             found["peaks"] = Peaks(**found["peaks"])
             return cls(**found)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -269,7 +271,7 @@ def _row_label(row: PlanRow) -> str:
 
 
 def _plan_row_of(text: dict[str, Any]) -> PlanRow:
-    shape, storage = tuple(text["shape"]), to_storage(text["storage"])
+    shape, storage = tuple(text["shape"]), _to_storage(text["storage"])
     fields: dict[str, Any] = {**text, "shape": shape, "storage": storage}
     return PlanRow(**fields)
 
@@ -419,10 +421,84 @@ def _rows(model: budgets.Model, solution: Solution) -> Iterator[PlanRow]:
             name=", ".join(view.names),
             op=made_by(maker, graph.values),
             shape=view.shape,
-            dtype=name_of(view.dtype),
+            dtype=_name_of_dtype(view.dtype),
             source=view.source,
             size_bytes=view.size_bytes,
             cost=model.costs(graph, maker.args[0].index if is_output else member),
             storage=None if option is None else item.storages[option],
             held_bytes=held,
         )
+
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+def _as_plain(part: Any) -> Any:
+    """A part of a plan as what JSON knows, parts of this part aside.
+
+    Raises:
+        PolicyError: it has a storage that holds what text cannot: a mesh, a key, a class of
+            the user's.
+    """
+    if isinstance(part, (Step, Option)):
+        return dataclasses.astuple(part)
+    fields = _fields_of(part)
+    if "storage" in fields:
+        fields["storage"] = _from_storage(fields["storage"])
+    return fields
+
+
+def _fields_of(part: Any) -> dict[str, Any]:
+    """The fields of a dataclass that goes into JSON."""
+    return {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
+
+
+def _from_storage(storage: AbstractStorage | None) -> Any:
+    if storage is None:
+        return None
+    links = links_of(storage)
+    if links != (storage,):
+        return [*map(_from_storage, links)]
+    kind = type(storage).__name__
+    fields = _fields_of(storage) if own_classes().get(kind) is type(storage) else None
+    if fields is None or not all(isinstance(each, _PLAIN) for each in fields.values()):
+        raise PolicyError.of(
+            where="Plan.to_json()",
+            what=f"the storage {storage!r} cannot be written as text.",
+            why="Only storages of this package can, if they have no device mesh and "
+            "no key.",
+            do="Plan again where the plan is needed, or allow other storages.",
+        )
+    for name, each in fields.items():
+        if isinstance(each, torch.dtype):
+            fields[name] = {"dtype": _name_of_dtype(each)}
+    return {"kind": kind, **fields}
+
+
+def _to_storage(text: Any) -> AbstractStorage | None:
+    """The storage of what a plan wrote as JSON."""
+    if text is None:
+        return None
+    if isinstance(text, list):
+        made = map(_to_storage, cast("list[Any]", text))
+        return Chain(tuple(each for each in made if each is not None))
+    fields: dict[str, Any] = dict(text)
+    kind: Any = own_classes()[fields.pop("kind")]
+    for name, each in fields.items():
+        if isinstance(each, dict):
+            fields[name] = getattr(torch, str(cast("Any", each)["dtype"]))
+    return kind(**fields)
+
+
+def _name_of_dtype(dtype: torch.dtype) -> str:
+    """A dtype as people and JSON write it: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _to_problem(text: Any) -> Problem:
+    """The problem of what a plan wrote as JSON."""
+    steps = [Step(cost, tuple(uses), item) for cost, uses, item in text["steps"]]
+    items = [tuple(Option(*each) for each in options) for options in text["items"]]
+    fixed_bytes, base_cost = text["fixed_bytes"], text["base_cost"]
+    wanted = tuple(text["wanted"])
+    return Problem(tuple(steps), wanted, tuple(items), fixed_bytes, base_cost)
