@@ -58,29 +58,17 @@ def overhead_dominates(graph: Graph, *, fewest_steps: int) -> bool:
 def interpreted_function(graph: Graph) -> Callable[[list[Tensor]], list[Any]] | None:
     """The graph as a function that empties its list; None if the interpreter cannot run it."""
     steps = graph.values[graph.num_inputs :]
-    if not all(map(_never_raises, steps)):
+    if None in graph.outputs or not all(map(_never_raises, steps)):
         return None
     try:
-        run, constants = _interpreter_of(graph)
+        return _interpreter_of(graph)
     except LookupError:
         return None
-    holes = [place for place, ref in enumerate(graph.outputs) if ref is None]
-    if not (constants or holes):
-        return run
-
-    def interpreted(given: list[Tensor]) -> list[Any]:
-        given += constants
-        outputs: list[Any] = run(given)
-        for place in holes:
-            outputs.insert(place, None)
-        return outputs
-
-    return interpreted
 
 
 def _never_raises(value: Value) -> bool:
     """Whether the interpreter may run a step: it draws nothing and fails for no numbers."""
-    if value.op in (operator.getitem, operators.constant):
+    if value.op is operator.getitem:
         return True
     op: Any = value.op
     if not isinstance(op, schemas.OpOverload) or op.namespace != "aten":
@@ -94,18 +82,13 @@ def _never_raises(value: Value) -> bool:
     return is_known and not operators.draws(value) and not schemas.needs_grad_mode(op)
 
 
-def _interpreter_of(graph: Graph) -> tuple[Callable[..., list[Any]], list[Tensor]]:
-    """The interpreter's function, and the constants that it takes after the inputs."""
+def _interpreter_of(graph: Graph) -> Callable[[list[Tensor]], list[Any]]:
     steps = runners.Interpreted()
-    values = graph.values
-    fixed = [k for k, each in enumerate(values) if each.op is operators.constant]
-    given = [*range(graph.num_inputs), *fixed]
-    inputs = steps.inputs(len(given))
-    made = {index: [each] for index, each in zip(given, inputs, strict=True)}
-    for index, value in enumerate(values):
-        if index in made:
-            continue
+    made = {place: [each] for place, each in enumerate(steps.inputs(graph.num_inputs))}
+    for index, value in enumerate(graph.values):
         op: Any = value.op
+        if op is None:
+            continue
         if op is operator.getitem:
             maker, place = value.args
             made[index] = [made[maker.index][place]]
@@ -116,4 +99,4 @@ def _interpreter_of(graph: Graph) -> tuple[Callable[..., list[Any]], list[Tensor
             outputs = steps.unpack(outputs[0], len(value.meta))
         made[index] = outputs
     outputs = [made[ref.index][0] for ref in graph.outputs if ref is not None]
-    return steps.function(outputs), [values[index].args[0] for index in fixed]
+    return steps.function(outputs)

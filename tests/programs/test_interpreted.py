@@ -140,17 +140,8 @@ def test_literals_arrive_as_they_are_written(op, args, kwargs):
     assert tensors.same_bits(found, expected)
 
 
-def test_a_constant_is_handed_in():
-    """Not baked, where 0-d constants would become numbers of another kind."""
-    half = torch.tensor(0.5, dtype=torch.float64)
-    fun = lambda x: (x * half).sin()  # noqa: E731 - a region needs no name here
-    (forward, _) = programs(fun, rand(3))
-
-    assert interpreted_function(forward.graph) is not None
-    torch.testing.assert_close(remat(fun)(rand(3)), fun(rand(3)), rtol=0, atol=0)
-
-
 TOO_MUCH = {
+    "constants": (lambda x: x * torch.tensor([0.5]), torch.zeros(3)),
     "draws": (F.dropout, torch.zeros(3)),
     "operators of other libraries": (
         lambda x: random.dropout(random.key(0), x, rate=0.5),
@@ -161,7 +152,7 @@ TOO_MUCH = {
 
 @pytest.mark.parametrize(("fun", "x"), TOO_MUCH.values(), ids=TOO_MUCH)
 def test_what_the_interpreter_does_not_take(fun, x):
-    """It sets no generator, and is no place for Python."""
+    """It sets no generator, has no constants, and is no place for Python."""
     (program, _) = programs(fun, x)
 
     assert interpreted_function(program.graph) is None
