@@ -145,6 +145,8 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
         return all(map(same_bits, *map(_parts_of, (first, second))))
     if first.is_meta and second.is_meta:
         return True  # they have none
+    if first.is_quantized:  # which torch cannot view as bytes
+        return torch.equal(first, second)
     bits = [
         # torch takes a column of one row for contiguous, whatever its stride.
         each.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)

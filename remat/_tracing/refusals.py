@@ -38,21 +38,24 @@ def advises_rerun(error: RematError) -> bool:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether a tensor has sizes and strides; an older nested one only claims so."""
-    return tensor.layout is _STRIDED and not tensor.is_nested
+    """Whether strides lay out its numbers; an older nested and a quantized one only claim so."""
+    is_other = tensor.is_nested or tensor.is_quantized
+    return tensor.layout is _STRIDED and not is_other
 
 
 def unstrided(where: str, tensor: Tensor) -> TraceError:
     if tensor.is_nested:
         kind, do = "nested tensor", "Pass its values and offsets, or a padded tensor"
+    elif tensor.is_quantized:
+        kind, do = f"{tensor.dtype} tensor", "Pass x.dequantize(), or quantize inside"
     else:
         kind, do = "tensor", "Make it sparse inside the function"
-    if tensor.layout is not _STRIDED:
+    if tensor.layout is not _STRIDED or tensor.is_quantized:
         do += f", or use {_RERUN}"
     return TraceError.of(
         where=where,
         what=f"is a {kind} of layout {tensor.layout}, which cannot be traced.",
-        why="A trace lays out its inputs by their strides, and it has none.",
+        why="A trace lays out its inputs by their strides, which do not describe it.",
         do=f"{do}.",
     )
 

@@ -238,6 +238,27 @@ def test_a_sparse_argument_without_a_gradient(name: str, engine: Any) -> None:
 
 
 @pytest.mark.contract
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore::remat.RematWarning")
+def test_a_quantized_tensor(is_captured: bool) -> None:
+    """torch has no stand-in for one, and cannot view it as bytes: it ended the process."""
+    x = seeded(3, 4).float().requires_grad_()
+    weight = torch.quantize_per_tensor(seeded(3, 4).float(), 0.1, 0, torch.qint8)
+    if is_captured:
+        fun, args = lambda x: (weight.dequantize() * x).sin(), (x,)
+    else:
+        fun, args = lambda x, q: (q.dequantize() * x).sin(), (x, weight)
+    expected = torch.autograd.grad(fun(*args).sum(), x)
+
+    with pytest.raises(TraceError, match=r"is a torch.qint8 tensor .*x.dequantize"):
+        remat(fun)(*args)
+    for engine in ("rerun", "auto"):
+        region = remat(fun, engine=engine)
+        assert_bitwise(torch.autograd.grad(region(*args).sum(), x), expected)
+
+
+@pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "auto", "rerun"])
 @pytest.mark.filterwarnings("ignore:.*runs the function again in its backward")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
