@@ -72,7 +72,7 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
     program = region.forward(site.roots, save=True).program
     code, where = _captures.code_key(site.function), options.where
     advise(code, settings, stages, region, program, where)
-    advise_of_untold(site, traced.survey, covered, options.where)
+    advise_of_untold(site, traced.survey, covered, flattened.marks, options.where)
     return _compiled_entry(traced, covered, stages, region, names, site.roots)
 
 

@@ -21,7 +21,7 @@ from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.values import label
 from remat._regions.functions import Roots
-from remat._torch import guards, levels, modes, trees
+from remat._torch import fakes, guards, levels, modes, trees
 from remat._tracing.arguments import Given
 from remat._tracing.engines import require_no_engine
 from remat._tracing.open_sizes import Fixed, Template, trace_open
@@ -50,6 +50,8 @@ class Flattened:
     #: Their places as the first trace finds them, when none is known yet.
     gained: tuple[int, ...] = ()
     output: trees.Frame | None = None  # None before the first trace
+    #: The attributes that the first trace sets on arguments and results: on their stand-ins.
+    marks: frozenset[str] = frozenset()
 
     def build(
         self, roots: Roots, fetch: Callable[[Roots], Sequence[Tensor]] | None
@@ -74,12 +76,20 @@ class Flattened:
                 returned, output = trees.Frame.of(result)
             if self.output is None and not self.changed:
                 self.gained = _gained(had, given)
+            if self.output is None:
+                self.marks = _marks([*returned, *given])
             self.output = self.output or output
             # A captured tensor that no operator of the user has met is still the real one.
             found = [mapping.get(id(each), each) for each in returned]
             return [*found, *(given[place] for place in self.changed)]
 
         return flat
+
+
+def _marks(tensors: Sequence[Tensor | None]) -> frozenset[str]:
+    """The attributes that are set on the stand-ins among some tensors."""
+    stand_ins = [each for each in tensors if each is not None and fakes.is_fake(each)]
+    return frozenset(name for each in stand_ins for name in fakes.set_on(each))
 
 
 def _gained(had: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[int, ...]:

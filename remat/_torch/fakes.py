@@ -105,6 +105,11 @@ def is_fake(tensor: Tensor) -> bool:
     return _mode_of(tensor) is not None
 
 
+def set_on(tensor: Tensor) -> set[str]:
+    """The attributes of a tensor without data that are not its class's own."""
+    return vars(tensor).keys() - FakeTensor.__annotations__.keys()
+
+
 def is_fake_of(tensor: Tensor, mode: FakeTensorMode) -> bool:
     """Whether a tensor, or a DTensor's part, was made by this fake mode."""
     return _mode_of(tensor) is mode

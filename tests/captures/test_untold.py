@@ -118,6 +118,28 @@ def test_attributes_that_nobody_asks_for_are_not_told() -> None:
     assert _told(torch.sin, x) == []
 
 
+def _marks_result(x: Tensor) -> Tensor:
+    y: Any = x.sin()
+    y.mark = 3
+    return y
+
+
+def _marks_argument(x: Any) -> Tensor:
+    x.mark = 3
+    return x.sin()
+
+
+@pytest.mark.parametrize("fun", [_marks_result, _marks_argument])
+def test_what_is_set_on_a_stand_in_is_told(fun: Callable[[Tensor], Tensor]) -> None:
+    """The tensors of a call do not get the attribute, with either engine."""
+    (text,) = _told(fun, seeded(4).requires_grad_())
+
+    assert "test_untold.py:" in text
+    assert "sets `mark` on a result or an argument" in text
+    assert "Return it beside the tensor" in text
+    assert not hasattr(remat(fun, engine="rerun")(seeded(4).requires_grad_()), "mark")
+
+
 def test_a_hook_for_all_modules_is_told() -> None:
     """It runs in the trace alone. Those that libraries register for a while are theirs."""
     linear, calls = nn.Linear(4, 4, dtype=torch.float64), [0]
