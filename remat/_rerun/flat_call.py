@@ -452,10 +452,11 @@ class _Substituted(TorchFunctionMode):
         if self._state.before is None:
             self._state.used.add(id(tensor))
             # Autograd's graph of the run, which is searched later, does not show these levels.
-            if known is None and levels.is_wanted_around(tensor):
+            lost = levels.lost_around(tensor) if known is None else None
+            if lost is not None:
                 raise out_of_reach(
                     f"a tensor {TensorMeta.of(tensor)} of a torch.func transform",
-                    "Its gradient would be lost.",
+                    f"Its {lost} would be lost.",
                 )
         return tensor if known is None else known
 

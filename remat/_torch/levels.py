@@ -198,14 +198,34 @@ def is_wanted_by_func(tensor: Tensor) -> bool:
         return any(each.requires_grad for each in layers(tensor)[:-1])
 
 
-def is_wanted_around(tensor: Tensor) -> bool:
-    """Whether a level of reverse mode that has been left, around a region, wants a gradient."""
+def lost_around(tensor: Tensor) -> str | None:
+    """What levels that have been left, around a region, know of a tensor; None if nothing."""
     top: Any = functorch.peek_interpreter_stack()
     running = 0 if top is None else top.level()
     # A wrapper that has ended, as `torch.func.vjp` keeps, may hold one that has not.
     with unseen_by_traces():
         around = [each for each in layers(tensor)[:-1] if level_of(each) > running]
-        return any(each.requires_grad for each in around)
+        if any(each.requires_grad for each in around):
+            return "gradient"
+        if any(map(functorch.is_batchedtensor, around)):
+            return "mapped dimension"
+        is_pushed = dual_level_is_active() and any(map(_has_tangent, around))
+    return "tangent" if is_pushed else None
+
+
+def _has_tangent(wrapper: Tensor) -> bool:
+    """Whether a level that has been left has a tangent of what it wraps.
+
+    Only at that level's number torch tells. Obsolete when it tells from below.
+    """
+    count = 0
+    try:
+        while level_of(wrapper) != functorch._jvp_increment_nesting():
+            count += 1
+        return dual_levels.unpack_dual(wrapper).tangent is not None
+    finally:
+        for _ in range(count + 1):
+            functorch._jvp_decrement_nesting()
 
 
 def is_pushed_below() -> bool:

@@ -150,9 +150,11 @@ def hidden(tensor: Tensor) -> CapturedTensorError:
     where = f"a tensor {TensorMeta.of(tensor)}, used at {user_line()}"
     constant = "It would become a constant of the trace: "
     stale = "later changes would not be seen."
-    if levels.is_wrapped(tensor) or tensor.requires_grad:
-        why = f"{constant}its gradient would be lost, and {stale}"
-        return out_of_reach(where, why)
+    lost = levels.lost_around(tensor)
+    if lost is None and levels.unwrapped(tensor).requires_grad:
+        lost = "gradient"
+    if lost is not None:
+        return out_of_reach(where, f"{constant}its {lost} would be lost, and {stale}")
     instead = f" Or use {_RERUN}, with what it reads then."
     return out_of_reach(where, f"{constant}{stale}", instead=instead)
 

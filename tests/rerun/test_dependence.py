@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vjp
+from torch.func import grad, jacfwd, jvp, vjp, vmap
 
 from remat import CapturedTensorError, remat
 from remat._regions.protocol import Call
@@ -174,21 +174,55 @@ def test_a_tensor_left_out_of_reach_loses_no_gradient() -> None:
     assert_close(left, branches(x).exp())
 
 
+AROUND: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
+    "gradient": lambda f: grad(lambda x: f(x).sum())(seeded(4)),
+    "tangent": lambda f: jvp(f, (seeded(4),), (seeded(4, seed=1),)),
+    "mapped dimension": lambda f: vmap(f)(seeded(3, 4)),
+}
+
+
+@pytest.mark.parametrize("lost", AROUND)
 @pytest.mark.parametrize("hidden", ["in an iterator", "in a graph"])
-def test_a_hidden_tensor_of_a_transform_around_loses_no_gradient(hidden: str) -> None:
-    """The graph of a run does not show a gradient that a level around the region wants."""
+def test_a_hidden_tensor_of_a_transform_around_loses_nothing(
+    hidden: str, lost: str
+) -> None:
+    """The graph of a run does not show what a level around the region knows of it."""
 
     def around(x: Tensor) -> Tensor:
         pull: Any = vjp(torch.sin, x)[1]
         values = iter([x.cos()])
 
         def function(y: Tensor) -> Tensor:
-            return pull(y)[0] if hidden == "in a graph" else next(values) * y
+            found = pull(y)[0] if hidden == "in a graph" else next(values) * y
+            return (found * y).sum()
 
-        return grad(remat(function, engine="rerun"))(torch.ones_like(x))
+        return grad(remat(function, engine="rerun"))(torch.ones(4))
 
-    with pytest.raises(CapturedTensorError, match=r"of a torch.func transform.*lost"):
-        grad(around)(seeded())
+    with pytest.raises(
+        CapturedTensorError, match=rf"of a torch.func transform.*Its {lost} would be"
+    ):
+        AROUND[lost](around)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs the function again:remat.RematWarning")
+@pytest.mark.parametrize("engine", ["rerun", "auto"])
+@pytest.mark.parametrize(
+    "nest",
+    [grad, lambda f: grad(grad(f)), jacfwd],
+    ids=["grad", "grad(grad)", "jacfwd"],
+)
+def test_a_captured_pullback_runs_again(
+    nest: Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]],
+    engine: Any,
+) -> None:
+    """Where nothing around differentiates or maps what it holds."""
+    pull: Any = vjp(lambda x: x**3, torch.tensor(2.0))[1]
+
+    def function(y: Tensor) -> Tensor:
+        return pull(y)[0] * y * y
+
+    y = torch.tensor(1.5)
+    assert_close(nest(remat(function, engine=engine))(y), nest(function)(y))
 
 
 def test_what_a_stack_derives_from_is_checked_for_other_tensors() -> None:
