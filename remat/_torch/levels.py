@@ -22,6 +22,7 @@ from torch._functorch.utils import (
 from torch._functorch.vmap import restore_vmap as restore_vmap
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.utils._python_dispatch import _disable_current_modes
 
 from remat._torch.attributes import attributes_as
 from remat._torch.modes import unseen_by_traces
@@ -216,13 +217,15 @@ def lost_around(tensor: Tensor) -> str | None:
 def _has_tangent(wrapper: Tensor) -> bool:
     """Whether a level that has been left has a tangent of what it wraps.
 
-    Only at that level's number torch tells. Obsolete when it tells from below.
+    Only at that level's number torch tells, by an operator that a trace's modes refuse.
+    Obsolete when it tells from below.
     """
     count = 0
     try:
         while level_of(wrapper) != functorch._jvp_increment_nesting():
             count += 1
-        return dual_levels.unpack_dual(wrapper).tangent is not None
+        with _disable_current_modes():
+            return dual_levels.unpack_dual(wrapper).tangent is not None
     finally:
         for _ in range(count + 1):
             functorch._jvp_decrement_nesting()
