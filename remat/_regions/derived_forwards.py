@@ -21,7 +21,8 @@ from remat._partition.analysis import Analysis, analyze
 from remat._partition.cut import backward_graph, cut, unique_outputs
 from remat._partition.stages import Stages
 from remat._programs.program import Program
-from remat._regions.forwards import Forward, verification
+from remat._programs.verification import verification
+from remat._regions.forwards import Forward
 from remat._regions.functions import Batch, Function
 from remat._regions.protocol import Asked
 from remat._torch import isolation, levels

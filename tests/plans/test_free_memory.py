@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from remat import BudgetError, plan, policies
-from remat._partition.budgets import limits
+from remat._partition.free_memory import limits
 from tests.plans.models import dropping, gpt, mlp, mlp_args, region_of
 from tests.support import default_generator
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from remat import remat
 from remat._generators import device_states
-from remat._partition.budgets import free_bytes
+from remat._partition.free_memory import free_bytes
 from remat.reporting._measure.live_bytes import allocator_peak
 from tests.support import assert_bitwise
 
