@@ -16,7 +16,6 @@ from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.traced import TracedRegion
 from remat._torch import levels
-from remat._torch.modules import hooks_for_all
 from remat._user_lines import warn_once
 from remat.policies import AbstractPolicy, everything_saveable, nothing_saveable
 from remat.policies._as_policy import is_of_users
@@ -283,11 +282,9 @@ def _of_marks(survey: _captures.Survey, marks: Set[str]) -> Iterator[tuple[str, 
 
 
 def _of_hooks() -> Iterator[tuple[str, str]]:
-    for hook in hooks_for_all():
-        code = getattr(hook, "__code__", None)
-        if code is not None and not _captures.is_library_file(code.co_filename):
-            name = f"`{hook.__qualname__}`"
-            yield (
-                f"{name}, a hook for all modules, runs in the trace alone.",
-                "Register it on the modules that it is for: those are watched.",
-            )
+    for hook in _captures.users_hooks().values():
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        yield (
+            f"`{name}`, a hook for all modules, runs in the trace alone.",
+            "Register it on the modules that it is for: those are watched.",
+        )

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from remat._captures import contents, places
 from remat._captures.covered import ABSENT, Covered, Equal, Form, Rule, Spot
-from remat._captures.library import is_library_module, mentions, user_bases
+from remat._captures.library import (
+    is_library_module,
+    mentions,
+    user_bases,
+    users_hooks,
+)
 from remat._captures.places import MISSING, Label, Step, is_simple
 from remat._captures.walk import EVERYTHING, Node, Survey
 from remat._generators import trackers
@@ -80,6 +85,9 @@ class _Baker:
                 self.cover_place(node, step)
         self.cover_overrides()
         nodes = [self.survey.nodes[identity] for identity in self.known]
+        if any(isinstance(node.value, nn.Module) for node in nodes):
+            step = ("hooks", "hooks for all modules")
+            self.write(self.survey.roots, step, Equal((*users_hooks(),)))
         self.cover_names([n for n in nodes if n.look is contents.of_user_function])
 
     def finish(self, used: Sequence[int]) -> list[Spot]:

@@ -13,9 +13,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Set
 from pathlib import Path as FilePath
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+
+from remat._torch.modules import hooks_for_all
 
 Subject = TypeVar("Subject", type, types.CodeType)
 Answer = TypeVar("Answer")
@@ -50,6 +52,21 @@ def is_library_module(name: str) -> bool:
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
     return isinstance(file, str) and is_library_file(file)
+
+
+def users_hooks() -> dict[int, Any]:
+    """The numbers of the registrations, and the user's hooks for all modules.
+
+    A number is given once. Libraries, which register theirs anew at each use, are left out.
+    """
+    found = hooks_for_all()
+    return {key: hook for key, hook in found.items() if _is_users(hook)}
+
+
+def _is_users(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = cast("functools.partial[Any]", hook).func
+    return not is_library_module(getattr(hook, "__module__", None) or "")
 
 
 def module_of(kind: type) -> str:

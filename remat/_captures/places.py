@@ -21,7 +21,13 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
-from remat._captures.library import cached_weakly, is_standard, module_of, user_bases
+from remat._captures.library import (
+    cached_weakly,
+    is_standard,
+    module_of,
+    user_bases,
+    users_hooks,
+)
 
 Step: TypeAlias = tuple[str, Hashable]
 
@@ -204,11 +210,14 @@ KINDS = {
     "bytes": Kind("held_bytes({})", "", ""),
     "type": Kind("type({})", "", "{}", "class"),
     "base": Kind("{}.__mro__", "[{}]", "{}", "base class"),
+    "hooks": Kind("(*users_hooks(),)", "", "{}", ""),
 }
 
 
 # What the expressions of `KINDS` refer to.
-SPACE = {each.__name__: each for each in (get_referents, held_bytes, in_context)}
+SPACE = {
+    each.__name__: each for each in (get_referents, held_bytes, in_context, users_hooks)
+}
 
 
 def _compiled_holder(holder: str) -> Callable[[Any], Any]:

@@ -21,6 +21,11 @@ from remat._torch.modes import unseen_by_traces
 
 _T = TypeVar("_T")
 _CALLS = torch.nn.Module.__call__.__code__.co_filename
+_torch: Any = torch.nn.modules.module
+_HOOKS_FOR_ALL: tuple[dict[int, Any], ...] = (
+    *(_torch._global_forward_pre_hooks, _torch._global_forward_hooks),
+    *(_torch._global_backward_pre_hooks, _torch._global_backward_hooks),
+)
 
 
 def calling_module() -> Any:
@@ -85,15 +90,15 @@ def forward_hooks_in(module: torch.nn.Module) -> list[Any]:
     return [hook for part in parts for hook in part._forward_hooks.values()]
 
 
-def hooks_for_all() -> list[Any]:
-    """The hooks that run before or after the forward of every module, but for `_is_tracking`."""
-    found = [hook for hooks in _hooks_for_all() for hook in hooks.values()]
-    return [hook for hook in found if not _is_tracking(hook)]
+def hooks_for_all() -> dict[int, Any]:
+    """The hooks that run with every module's forward or backward, by their registration.
 
-
-def _hooks_for_all() -> list[dict[int, Any]]:
-    every: Any = torch.nn.modules.module
-    return [every._global_forward_pre_hooks, every._global_forward_hooks]
+    Not those that are `_is_tracking`.
+    """
+    if not any(_HOOKS_FOR_ALL):
+        return {}
+    found = {key: hook for hooks in _HOOKS_FOR_ALL for key, hook in hooks.items()}
+    return {key: hook for key, hook in found.items() if not _is_tracking(hook)}
 
 
 def _is_tracking(hook: Any) -> bool:
@@ -107,7 +112,7 @@ def untracked() -> Generator[None]:
 
     Obsolete when `register_multi_grad_hook` takes leaves under `torch.autograd.grad`.
     """
-    found = [(hooks, dict(hooks)) for hooks in _hooks_for_all()]
+    found = [(hooks, dict(hooks)) for hooks in _HOOKS_FOR_ALL]
     for hooks, before in found:
         for key in [key for key, hook in before.items() if _is_tracking(hook)]:
             del hooks[key]

@@ -8,15 +8,16 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module
 
 from remat import SideEffectError, remat
-from tests.support import assert_bitwise, seeded
+from tests.support import assert_bitwise, grads, seeded
 
 Change = Callable[[], object]
 Case = tuple[Callable[[Tensor], Tensor], Change]
@@ -228,6 +229,51 @@ def test_a_name_that_appears_later_makes_a_new_trace(
     fun: Any, owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_follows(fun, lambda: monkeypatch.setattr(owner, name, value, raising=False))
+
+
+class _Doubles:
+    def __call__(self, _module: nn.Module, _args: object, y: Tensor) -> Tensor:
+        return y * 2
+
+
+FOR_ALL: dict[str, tuple[Any, Any]] = {
+    "forward": (module.register_module_forward_hook, lambda _, __, y: y * 2),
+    "before": (module.register_module_forward_pre_hook, lambda _, args: args[0] * 3),
+    "backward": (
+        module.register_module_full_backward_hook,
+        lambda _, gradients, __: (gradients[0] * 5,),
+    ),
+    "before_backward": (
+        module.register_module_full_backward_pre_hook,
+        lambda _, gradients: (gradients[0] * 7,),
+    ),
+    "of_an_object": (module.register_module_forward_hook, _Doubles()),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.filterwarnings("ignore:.*a hook for all modules")
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("kind", FOR_ALL)
+def test_hooks_for_all_modules_are_followed(kind: str, engine: Any) -> None:
+    """Registered after a trace or before it, and removed: as the plain function."""
+    linear, x = nn.Linear(4, 4, dtype=torch.float64), seeded(2, 4).requires_grad_()
+    register, hook = FOR_ALL[kind]
+
+    def fun(x: Tensor) -> Tensor:
+        return linear(x).sin()
+
+    region = remat(fun, engine=engine)
+    before = grads(fun, (x,))
+    assert_bitwise(grads(region, (x,)), before)
+    handle = register(hook)
+    try:
+        during = grads(fun, (x,))
+        assert_bitwise(grads(region, (x,)), during)
+    finally:
+        handle.remove()
+    assert not torch.equal(*(cast("Tensor", each[0]) for each in (before, during)))
+    assert_bitwise(grads(region, (x,)), before)
 
 
 @pytest.mark.contract
