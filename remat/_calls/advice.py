@@ -2,7 +2,7 @@
 
 import fnmatch
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -75,13 +75,9 @@ def advise_of_untold(
     site: CallSite,
     survey: _captures.Survey,
     covered: _captures.Covered,
-    marks: Set[str],
     where: str,
 ) -> None:
-    """Warns of what a trace has read and no later call compares: it becomes a constant.
-
-    And of `marks`, the attributes that it has set on its stand-ins.
-    """
+    """Warns of what a trace has read and no later call compares: it becomes a constant."""
     whole = [
         (
             f"{label} is read, and what it holds is not compared from call to call.",
@@ -89,8 +85,7 @@ def advise_of_untold(
         )
         for label in covered.untold
     ]
-    told = [*_of_arguments(site, survey), *_of_marks(survey, marks), *_of_hooks()]
-    for what, do in [*whole, *told]:
+    for what, do in [*whole, *_of_arguments(site, survey), *_of_hooks()]:
         warn_once(
             (_captures.code_key(site.function), what),
             where=where,
@@ -268,17 +263,6 @@ def _of_arguments(
         if line:
             what = f"{line} may ask whether `{name}` is a Parameter, and is told that it is not."
             yield what, _OUTSIDE
-
-
-def _of_marks(survey: _captures.Survey, marks: Set[str]) -> Iterator[tuple[str, str]]:
-    """What the code sets on results and arguments: the tensors of a call do not get it."""
-    for attribute in sorted(marks):
-        line = survey.line_of(attribute)
-        if line:
-            yield (
-                f"{line} sets `{attribute}` on a result or an argument, in the trace alone.",
-                "Return it beside the tensor, or set it outside.",
-            )
 
 
 def _of_hooks() -> Iterator[tuple[str, str]]:

@@ -29,6 +29,7 @@ from remat._regions.traced import TracedRegion
 from remat._torch import guards
 from remat._tracing.open_sizes import Fixed, Templates
 from remat._tracing.refusals import raises_in_its_trace
+from remat._tracing.side_effects import tell_of_marks
 
 
 @final
@@ -72,7 +73,8 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
     program = region.forward(site.roots, save=True).program
     code, where = _captures.code_key(site.function), options.where
     advise(code, settings, stages, region, program, where)
-    advise_of_untold(site, traced.survey, covered, flattened.marks, options.where)
+    advise_of_untold(site, traced.survey, covered, options.where)
+    tell_of_marks(traced.survey, flattened.marks, options.where)
     return _compiled_entry(traced, covered, stages, region, names, site.roots)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from remat import _captures
 from remat._calls.signature import CallSite, Layout
-from remat._errors import ImplicitRandomnessError, MutationError
+from remat._errors import ImplicitRandomnessError
 from remat._generators import python_and_numpy, streams
 from remat._graph import operators
 from remat._graph.joint import Joint
@@ -25,7 +25,7 @@ from remat._torch import fakes, guards, levels, modes, trees
 from remat._tracing.arguments import Given
 from remat._tracing.engines import require_no_engine
 from remat._tracing.open_sizes import Fixed, Template, trace_open
-from remat._tracing.refusals import gains_gradient, require_answers
+from remat._tracing.refusals import changes_operand, gains_gradient, require_answers
 from remat._tracing.side_effects import (
     on_error,
     require_no_effects,
@@ -247,14 +247,9 @@ def require_lawful(
         meta = TensorMeta.of_operand(tensor)
         is_buffer = operand >= count and traced.survey.is_buffer(id(tensor))
         if meta.requires_grad and not is_buffer:
-            source = joint.graph.values[new.index].source
-            raise MutationError.of(
-                where=f"{names[operand]} ({meta}) at {source}",
-                what="is changed in place by the function.",
-                why="The recomputation would start from the changed value, and the "
-                "tensor belongs to the caller.",
-                do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
-            )
+            value = joint.graph.values[new.index]
+            where = f"{names[operand]} ({meta}) at {value.source}"
+            raise changes_operand(where, is_settled=operators.is_settled_by(value.op))
     if traced.gained:
         place = traced.gained[0]
         meta = TensorMeta.of(traced.captured[place])

@@ -72,6 +72,11 @@ def is_mutable(op: Any) -> bool:
     return isinstance(op, schemas.OpOverload) and schemas.schema_of(op).is_mutable
 
 
+def is_settled_by(op: Any) -> bool:
+    """Whether an operator's write, done a second time, changes nothing: of `max_norm`."""
+    return op is torch.ops.aten.embedding_renorm.default
+
+
 def is_check(op: Any) -> bool:
     """Whether an operator only checks: it returns nothing, and may raise."""
     return isinstance(op, schemas.OpOverload) and not schemas.schema_of(op).returns

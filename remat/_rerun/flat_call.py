@@ -78,7 +78,7 @@ from remat._tracing.refusals import (
     require_tellable,
     uninitialized,
 )
-from remat._tracing.side_effects import require_all_returned
+from remat._tracing.side_effects import require_all_returned, tell_of_marks
 from remat._tracing.thread import depth, lift, running_again
 from remat._user_lines import user_line
 
@@ -247,6 +247,7 @@ class _FlatCall:
                 where = f"the region {name_of(self.fun)}"
                 arguments = tensors[: len(self.reach.passed)]
                 require_all_returned(self.returned.statics, where, arguments)
+                tell_of_marks(self.reach.survey, self._marks(tensors, returned), where)
             # A captured tensor that no operator met is returned as it is.
             found = [stand_ins.get(id(each), each) for each in returned]
             found = without_false_gradients(tensors, found)
@@ -259,6 +260,20 @@ class _FlatCall:
                 self.state.used.clear()
                 self._note_changed(tensors, found)
             return [*found, *(tensors[place] for place in self.changed)]
+
+    def _marks(self, tensors: Sequence[Tensor], returned: list[Tensor]) -> set[str]:
+        """The attributes that a run has set on stand-ins, and on what it has made."""
+        own = {
+            id(each): {"_is_param", *vars(operand)}
+            for each, operand in zip(tensors, self.reach.operands, strict=True)
+        }
+        made = [each for each in returned if not self.constants.has(each)]
+        return {
+            name
+            for each in [*tensors, *made]
+            for name in vars(each)
+            if name not in own.get(id(each), ())
+        }
 
     def _note_changed(self, tensors: Sequence[Tensor], found: Sequence[Tensor]) -> None:
         pairs = enumerate(zip(tensors, self._wanted, strict=True))

@@ -380,6 +380,19 @@ def mutates(line: str) -> MutationError:
     )
 
 
+def changes_operand(where: str, *, is_settled: bool) -> MutationError:
+    """An operand that requires grad is written; `is_settled`: a second run writes the same."""
+    return MutationError.of(
+        where=where,
+        what="is changed in place by the function.",
+        why="The recomputation would start from the changed value, and the "
+        "tensor belongs to the caller.",
+        do=f"Use {_RERUN}: a second time changes nothing here."
+        if is_settled
+        else "Write x = x + 1 instead of x += 1, or x = x.clone() first.",
+    )
+
+
 def gains_gradient(where: str) -> MutationError:
     return MutationError.of(
         where=where,

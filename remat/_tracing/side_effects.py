@@ -13,7 +13,7 @@ import gc
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from typing import Any, cast
 
 from torch import Tensor
@@ -22,6 +22,7 @@ from remat._captures import Reads, Survey
 from remat._errors import SideEffectError
 from remat._graph.meta import TensorMeta
 from remat._torch import modes
+from remat._user_lines import warn_once
 
 _Memoized: Any = type(functools.lru_cache(len))
 _CONTAINERS = (dict, list, tuple)
@@ -86,6 +87,20 @@ def require_all_returned(
             for node, *_ in Survey((each,)).tensors.values():
                 if node.value.grad_fn is not None or id(node.value) in given:
                     raise _returned_inside(node.value, each, where)
+
+
+def tell_of_marks(survey: Survey, marks: Set[str], where: str) -> None:
+    """Warns of attributes that a function sets on what stands for arguments and results."""
+    for attribute in sorted(marks):
+        line = survey.line_of(attribute)
+        if line:
+            warn_once(
+                (where, line, attribute),
+                where=where,
+                what=f"{line} sets `{attribute}` on a result or an argument.",
+                why="Others stand for these in a region, and the caller's do not get it.",
+                do="Return it beside the tensor, or set it outside.",
+            )
 
 
 def _returned_inside(tensor: Tensor, returned: object, where: str) -> SideEffectError:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from remat import RematWarning, remat
+from remat import RematWarning, _user_lines, remat
 from tests.support import assert_bitwise, grads, seeded
 
 pytestmark = pytest.mark.contract
@@ -38,9 +38,9 @@ UNTOLD: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _told(fun: Callable[[Tensor], Any], x: Tensor) -> list[str]:
+def _told(fun: Callable[[Tensor], Any], x: Tensor, engine: Any = "trace") -> list[str]:
     """The texts of what two calls of a new region warn of."""
-    region = remat(fun)
+    region = remat(fun, engine=engine)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         region(x)
@@ -129,15 +129,31 @@ def _marks_argument(x: Any) -> Tensor:
     return x.sin()
 
 
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("fun", [_marks_result, _marks_argument])
-def test_what_is_set_on_a_stand_in_is_told(fun: Callable[[Tensor], Tensor]) -> None:
+def test_what_is_set_on_a_stand_in_is_told(
+    fun: Callable[[Tensor], Tensor], engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tensors of a call do not get the attribute, with either engine."""
-    (text,) = _told(fun, seeded(4).requires_grad_())
+    monkeypatch.setattr(_user_lines, "_said", set())
+    (text,) = _told(fun, x := seeded(4).requires_grad_(), engine)
 
     assert "test_untold.py:" in text
     assert "sets `mark` on a result or an argument" in text
     assert "Return it beside the tensor" in text
-    assert not hasattr(remat(fun, engine="rerun")(seeded(4).requires_grad_()), "mark")
+    assert not hasattr(x, "mark")
+    assert not hasattr(remat(fun, engine=engine)(x), "mark")
+
+
+def test_what_had_its_attributes_before_is_not_told() -> None:
+    """A captured tensor and an argument are returned with what was set on them outside."""
+    table, x = seeded(4), seeded(4).requires_grad_()
+    table.mark = x.mark = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+    def fun(x: Any) -> Any:
+        return x * table.mark, table, x  # pyright: ignore[reportAttributeAccessIssue]
+
+    assert _told(fun, x, "rerun") == []
 
 
 def test_a_hook_for_all_modules_is_told() -> None:

@@ -65,6 +65,25 @@ def test_what_cannot_be_traced_runs_again_and_warns_once(fun: Any) -> None:
     assert_bitwise(again[1], grads(fun, [seeded(7)]))
 
 
+@pytest.mark.contract
+@pytest.mark.filterwarnings("ignore:.*runs the function again")
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_table_with_a_bound_of_its_norms_runs_again(kind: Any) -> None:
+    """The second write of `max_norm` changes nothing; a trace refuses the first."""
+    found: list[Any] = []
+    for engine in (None, "rerun", "auto"):
+        torch.manual_seed(0)
+        table: Any = kind(5, 4, max_norm=1.0, dtype=torch.float64)
+        region: Any = remat(table, engine=engine) if engine else table
+        region(torch.tensor([[1, 2], [2, 4]])).sin().sum().backward()
+        found += [table.weight.detach(), table.weight.grad]
+
+    with pytest.raises(MutationError, match=r"engine=\"rerun\".*changes nothing here"):
+        remat(table)(torch.tensor([[0, 3]]))
+    assert_bitwise(found[2:4], found[:2])
+    assert_bitwise(found[4:], found[:2])
+
+
 def test_the_warning_names_the_line_and_the_remedy() -> None:
     """It is the text of the refusal that says why."""
     with pytest.warns(RematWarning) as told:
