@@ -11,11 +11,9 @@ import weakref
 from collections.abc import (
     Callable,
     Generator,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
-    Set,
 )
 from typing import Any, NamedTuple, cast, final
 
@@ -25,12 +23,13 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from remat import _captures
-from remat._errors import MutationError, SavedTensorModifiedError, StaticArgumentError
+from remat._errors import StaticArgumentError
 from remat._graph.meta import TensorMeta
 from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Call
 from remat._regions.rules import bind
 from remat._rerun import fully_shard
+from remat._rerun.constants import Constants, has_storage_to_compare
 from remat._rerun.dependence import (
     dependent_outputs,
     read_by_a_backward,
@@ -49,7 +48,6 @@ from remat._torch import (
     autocast,
     autograd,
     dropout,
-    dtensor,
     dynamo,
     levels,
     modes,
@@ -71,7 +69,6 @@ from remat._tracing import engines
 from remat._tracing.aliases import is_view_of, without_false_gradients
 from remat._tracing.arguments import Given, own_set
 from remat._tracing.refusals import (
-    mutates,
     out_keeps_its_shape,
     out_of_reach,
     require_answers,
@@ -80,7 +77,6 @@ from remat._tracing.refusals import (
 )
 from remat._tracing.side_effects import require_all_returned, tell_of_marks
 from remat._tracing.thread import depth, lift, running_again
-from remat._user_lines import user_line
 
 
 def call(
@@ -206,7 +202,7 @@ class _FlatCall:
         followed = [*reach.operands, *reach.managed]
         with modes.unseen_by_traces():
             # What must still have its numbers when it runs again.
-            self.constants = _Constants(reach.survey, followed)
+            self.constants = Constants(reach.survey, followed)
             buffers = reach.may_change
         self.state = RunState(buffers, followed, draws=draws, engine=reach.engine)
 
@@ -363,7 +359,7 @@ def _shared_results(results: Sequence[Tensor]) -> dict[int, _SharedResult]:
     plain = {
         index: each
         for index, each in enumerate(results)
-        if _has_storage_to_compare(each) and levels.level_of(each) < 0
+        if has_storage_to_compare(each) and levels.level_of(each) < 0
     }
     for index, each in plain.items():
         if each.untyped_storage().nbytes() == each.numel() * each.element_size() > 0:
@@ -507,92 +503,3 @@ _HARMLESS = frozenset({"detach_", "rename_", "requires_grad_", "share_memory_"})
 # They write to statistics without telling: no version changes.
 _TRACKING = frozenset({"batch_norm", "instance_norm"})
 _WEIGHTS_FIRST = frozenset({torch.batch_norm, torch.instance_norm})
-
-_WithNumbers = Iterable[tuple[Tensor, Tensor]]  # tensors, and the numbers they held
-
-
-@final
-class _Constants:
-    """The tensors without a gradient that a function reaches, which are not copied.
-
-    Those that it used and did not change must have the same numbers when it runs again.
-    """
-
-    def __init__(self, survey: _captures.Survey, operands: Sequence[Tensor]) -> None:
-        known = set(map(id, operands))
-        self._survey = survey
-        self._versions = [
-            (tensor, tensor._version)
-            for tensor in survey.reached
-            if id(tensor) not in known and _has_version_to_compare(tensor)
-        ]
-        self._unasked = [each for each, _ in self._versions if not each.requires_grad]
-        self._by_storage: dict[int, list[Tensor]] = {}
-        for tensor, _ in self._versions:
-            if not survey.is_buffer(id(tensor)) and _has_storage_to_compare(tensor):
-                key = storage_key(tensor)
-                self._by_storage.setdefault(key, []).append(tensor)
-        leaves = map(levels.unwrapped, filter(levels.requires_grad_anywhere, operands))
-        self._wanted = set(map(storage_key, filter(_has_storage_to_compare, leaves)))
-
-    def has(self, tensor: Tensor) -> bool:
-        return any(tensor is each for each, _ in self._versions)
-
-    def require_no_operands(self) -> None:
-        """Ends a first run that wrote `requires_grad` of one of them, to start over with it."""
-        with modes.unseen_by_traces():
-            if any(each.requires_grad and each.is_leaf for each in self._unasked):
-                raise NewOperandError
-
-    def before_write(self, target: Tensor, state: RunState) -> None:
-        """Saves what shares memory with the target; refuses a write to what is to be differentiated."""
-        if not (_has_version_to_compare(target) and _has_storage_to_compare(target)):
-            return
-        key = storage_key(target)
-        if key in self._wanted:
-            raise mutates(user_line())
-        for tensor in self._by_storage.get(key, ()):
-            state.note_numbers(tensor)
-
-    def require_unwritten(self, used: Set[int], kept: _WithNumbers) -> None:
-        """Forgets all but what the first run used (by ids) and left as it was.
-
-        Refuses a run that wrote to one that is not `kept`, to be put back.
-        """
-        self._versions = [pair for pair in self._versions if id(pair[0]) in used]
-        if changed := self._changed(put_back=kept):
-            raise MutationError.of(
-                where=f"the region reaches {changed}",
-                what="a tensor that the function changes in place, hidden from remat.",
-                why="The function runs again, and would start from the changed numbers.",
-                do="Register it as a buffer of a module, or write to it with its own "
-                "method (x.copy_(y)).",
-            )
-        self._versions = [(t, v) for t, v in self._versions if t._version == v]
-
-    def require_unchanged(self, found: _WithNumbers) -> None:
-        """Refuses a run if one of them was written to since, and is not put back."""
-        if changed := self._changed(put_back=found):
-            raise SavedTensorModifiedError.of(
-                where=f"the backward of a region that reaches {changed}",
-                what="a tensor that the function reads was changed in place since the "
-                "forward.",
-                why="The function runs again, and would start from other numbers.",
-                do="Change a copy (x = x + 1 instead of x += 1), or do it after backward().",
-            )
-
-    def _changed(self, put_back: _WithNumbers) -> str | None:
-        """What messages call one that was written to and is not put back, if one was."""
-        known = {id(tensor) for tensor, _ in put_back}
-        for tensor, version in self._versions:
-            if tensor._version != version and id(tensor) not in known:
-                return str(self._survey.tensors[id(tensor)][0].label)
-        return None
-
-
-def _has_storage_to_compare(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and dtensor.placement(tensor) is None
-
-
-def _has_version_to_compare(tensor: Tensor) -> bool:
-    return not tensor.is_inference() and levels.level_of(tensor) < 0
