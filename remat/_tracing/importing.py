@@ -191,6 +191,9 @@ class Imported:
                 found: Any = getattr(module, node.target)
                 if isinstance(found, fx.GraphModule):
                     self.env[node] = found
+                elif not isinstance(found, Tensor):
+                    where = taken_functions.line_of(next(iter(node.users)))
+                    raise refusals.of_an_object(found, where)
                 else:
                     self._add(node, operators.constant, (found,), {})
             elif node.op == "output":

@@ -514,6 +514,16 @@ def of_a_step(error: Exception, where: str) -> RematError | None:
     return of_values(error, where) if fakes.lacking(error) else None
 
 
+def of_an_object(found: object, where: str) -> TraceError:
+    """An operator takes an object of a class in C++, such as the packed weights of quantization."""
+    return TraceError.of(
+        where=where,
+        what=f"an operator takes a {type(found).__name__}.",
+        why="A trace cannot tell one such object from another, nor see what it holds.",
+        do=f"Use {_RERUN}.",
+    )
+
+
 def takes_functions(where: str, why: str) -> TraceError:
     return TraceError.of(
         where=where,

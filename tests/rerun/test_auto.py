@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.ao.nn.quantized import dynamic as quantized
 
 import remat.interop.torch as interop_torch
 from remat import (
@@ -83,6 +84,20 @@ def test_a_table_with_a_bound_of_its_norms_runs_again(kind: Any) -> None:
         refused(torch.tensor([[0, 3]]))
     assert_bitwise(found[2:4], found[:2])
     assert_bitwise(found[4:], found[:2])
+
+
+@pytest.mark.filterwarnings("ignore:.*runs the function again", "ignore:.*quantiz")
+def test_an_object_of_a_class_in_cpp_runs_again() -> None:
+    """Equal layers share a trace, which could not tell their packed weights apart."""
+    layers = [quantized.Linear(4, 4), quantized.Linear(4, 4)]
+    layers[1].set_weight_bias(layers[0].weight(), torch.ones(4))
+    region = remat(lambda layer, x: layer(x).sin(), engine="auto")
+    x = seeded(2, 4).float().requires_grad_()
+
+    for layer in layers:
+        assert_bitwise(region(layer, x), layer(x).sin())
+    with pytest.raises(TraceError, match=r"takes a ScriptObject.*engine=\"rerun\""):
+        remat(lambda x: layers[0](x))(x)
 
 
 def test_the_warning_names_the_line_and_the_remedy() -> None:
