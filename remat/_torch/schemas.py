@@ -26,6 +26,7 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 # Whether an operator has a kernel of its own for a dispatch key, both by their names.
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+_OF_AUTOGRAD = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")
 _STRUCTURED = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.Meta)
 FUSED_NORM_BACKWARD: OpOverload = torch.ops.aten._fused_rms_norm_backward.default
 # Backwards without a derivative, and what they compute.
@@ -116,6 +117,25 @@ def has_ordered_effect(op: Any) -> bool:
 def has_kernel_on(device_type: str, name: str) -> bool:
     """Whether an operator has a kernel of its own for a kind of device."""
     return has_kernel(name, torch._C._dispatch_key_for_device(device_type))
+
+
+def is_differentiated_inside(func: Any) -> bool:
+    """Whether torch differentiates what the Python kernels of an operator call.
+
+    It does where they are registered without one for autograd. Obsolete when that raises, as
+    torch's warning says that it will.
+    """
+    if not isinstance(func, (OpOverload, OpOverloadPacket)):
+        return False
+    packet = getattr(func, "overloadpacket", func)
+    ops = [getattr(packet, name) for name in packet.overloads()]
+    if any(has_kernel(op.name(), key) for op in ops for key in _OF_AUTOGRAD):
+        return False
+    if not any(op._schema.returns or op._schema.is_mutable for op in ops):
+        return False
+    kernels = torch.library._impls
+    home = packet._qualified_op_name.replace("::", "/")
+    return any(each.startswith((f"{home}/", f"{home}.")) for each in kernels)
 
 
 def needs_grad_mode(op: Any) -> bool:

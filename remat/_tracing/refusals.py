@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from remat._errors import CapturedTensorError, MutationError, RematError, TraceError
 from remat._graph.meta import TensorMeta
-from remat._torch import fakes, levels, taking_functions, tensors, tracer, trees
+from remat._torch import (
+    fakes,
+    levels,
+    schemas,
+    taking_functions,
+    tensors,
+    tracer,
+    trees,
+)
 from remat._user_lines import (
     came_through,
     is_asked_by_user,
@@ -522,6 +530,23 @@ def of_an_object(found: object, where: str) -> TraceError:
         why="A trace cannot tell one such object from another, nor see what it holds.",
         do=f"Use {_RERUN}.",
     )
+
+
+def require_no_gradient_inside(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """Refuses an operator through which plain torch differentiates, and a trace cannot."""
+    if not (torch.is_grad_enabled() and schemas.is_differentiated_inside(func)):
+        return
+    is_wanted = any(each.requires_grad for each in trees.tensor_leaves((args, kwargs)))
+    made = trees.tensor_leaves(out)
+    is_of_numbers = any(each.is_floating_point() or each.is_complex() for each in made)
+    if is_wanted and (is_of_numbers or not made):
+        raise TraceError.of(
+            where=f"{func} at {user_line()}",
+            what="is an operator without a kernel for autograd.",
+            why="Plain torch differentiates what its kernel calls, which a trace does not see.",
+            do="Register a derivative (torch.library.register_autograd), pass x.detach() if "
+            f"there is none, or use {_RERUN}.",
+        )
 
 
 def takes_functions(where: str, why: str) -> TraceError:

@@ -329,6 +329,7 @@ class UserCalls(TorchFunctionMode):
         if out is NotImplemented:
             with refusals.out_keeps_its_shape(kwargs, running.is_stand_in):
                 out = self._call_lifted(func, args, kwargs)
+        refusals.require_no_gradient_inside(func, args, kwargs, out)
         if len(graph.nodes) > before:
             note = importing.Note(user_line(), function_name(func), is_backward=False)
             importing.annotate(graph, before, note)

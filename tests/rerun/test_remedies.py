@@ -70,6 +70,69 @@ def test_an_operator_without_a_fake_implementation(fun: Any) -> None:
     assert_bitwise(found, grads(fun, [seeded(4)]))
 
 
+LIBRARY.define("thrice(Tensor x) -> Tensor")
+LIBRARY.impl("thrice", lambda x: x * 3, "CompositeExplicitAutograd")
+LIBRARY.define("thrice_(Tensor(a!) x) -> Tensor(a!)")
+LIBRARY.impl("thrice_", lambda x: x.mul_(3), "CompositeExplicitAutograd")
+LIBRARY.define("thrice_quietly(Tensor(a!) x) -> ()")
+LIBRARY.impl("thrice_quietly", lambda x: [x.mul_(3), None][1], "CPU")
+LIBRARY.impl("thrice_quietly", lambda x: None, "Meta")
+LIBRARY.define("largest(Tensor x) -> Tensor")
+LIBRARY.impl("largest", lambda x: x.argmax(), "CompositeExplicitAutograd")
+OPS: Any = torch.ops.remat_remedies
+
+
+class Thrice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return OPS.thrice(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return OPS.thrice(gradients[0])
+
+
+def _quietly(x: Tensor) -> Tensor:
+    y = x * 1
+    OPS.thrice_quietly(y)
+    return y.sin()
+
+
+WITHOUT_A_DERIVATIVE: dict[str, Callable[[Tensor], Tensor]] = {
+    "of its own": lambda x: x + OPS.thrice(x * 1).sin(),
+    "an overload": lambda x: x + OPS.thrice.default(x * 1).sin(),
+    "in place": lambda x: OPS.thrice_(x * 1).sin(),
+    "without a result": _quietly,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*autograd kernel was not registered")
+@pytest.mark.parametrize("fun", WITHOUT_A_DERIVATIVE.values(), ids=WITHOUT_A_DERIVATIVE)
+def test_an_operator_without_a_kernel_for_autograd(fun: Any) -> None:
+    """Plain torch differentiates what its kernel calls: a trace would lose that gradient."""
+    match = r"thrice.* at test_remedies\.py:\d+: is an operator without a kernel for autog.*"
+    with pytest.raises(TraceError, match=match + r"engine=\"rerun\""):
+        grads(remat(fun), [seeded(4)])
+    with pytest.warns(RematWarning, match=r"from now on"):
+        found = grads(remat(fun, engine="auto"), [seeded(4)])
+
+    assert_bitwise(found, grads(fun, [seeded(4)]))
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: x + OPS.thrice(x.detach()).sin(),
+        lambda x: x[OPS.largest(x)].sin(),
+        lambda x: Thrice.apply(x.sin()).sin(),
+    ],
+    ids=["detached", "integers", "in a function"],
+)
+def test_an_operator_that_hides_no_gradient_is_traced(fun: Any) -> None:
+    """Nothing of it is differentiated, or by a formula of the user's."""
+    assert_bitwise(grads(remat(fun), [seeded(4)]), grads(fun, [seeded(4)]))
+
+
 class Masked(nn.Module):
     """Keeps a mask from its first call on."""
 
