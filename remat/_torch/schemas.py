@@ -125,10 +125,10 @@ def is_differentiated_inside(func: Any) -> bool:
     It does where they are registered without one for autograd. Obsolete when that raises, as
     torch's warning says that it will.
     """
-    if not isinstance(func, (OpOverload, OpOverloadPacket)):
+    packet: Any = getattr(func, "overloadpacket", func)
+    if type(packet) is not OpOverloadPacket:
         return False
-    packet = getattr(func, "overloadpacket", func)
-    ops = [getattr(packet, name) for name in packet.overloads()]
+    ops: list[OpOverload] = [getattr(packet, name) for name in packet.overloads()]
     if any(has_kernel(op.name(), key) for op in ops for key in _OF_AUTOGRAD):
         return False
     if not any(op._schema.returns or op._schema.is_mutable for op in ops):
