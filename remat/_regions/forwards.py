@@ -26,7 +26,7 @@ from remat._programs.program import Program, Quiet
 from remat._programs.verification import Verification
 from remat._regions.waiting import resume_differentiably, resumed, wait
 from remat._switches.numerics import Numerics
-from remat._torch import autograd, dtensor
+from remat._torch import autograd, dtensor, levels
 from remat.storage import AbstractStorage, Place
 
 _T = TypeVar("_T")
@@ -221,8 +221,10 @@ def make_views(
         else:
             made.append(None)
             continue
-        if view.is_cut or (view.is_detached and tensor.requires_grad):
+        if view.is_cut:
             tensor = tensor.detach()
+        elif view.is_detached and tensor.requires_grad:
+            tensor = levels.without_gradient(tensor)
         if view.path is not None:
             (tensor,) = _view_program(view.path).consume_with_gradient([tensor])
         made.append(tensor)

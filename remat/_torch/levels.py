@@ -90,6 +90,20 @@ def all_wrapped_at(tensors: Sequence[Tensor], level: int) -> tuple[Tensor, ...]:
     )
 
 
+def without_gradient(tensor: Tensor) -> Tensor:
+    """A tensor without the gradient that its own level gives it: what levels below know stays.
+
+    So do tangents. `detach` would take both.
+    """
+    level = level_of(tensor)
+    if level > 0:
+        return wrap_at(unwrap_at(tensor, level), level)
+    if not dual_level_is_active():
+        return tensor.detach()
+    with leave_functorch(), torch.no_grad():
+        return tensor.view_as(tensor)
+
+
 class ShortLevels(NamedTuple):
     """The only level of reverse mode, and a level of vmap below it."""
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from remat import remat
+from remat import policies, remat
 from tests.laws.derivatives import second, slope
 from tests.support import assert_close, seeded, swept
 
@@ -154,3 +154,59 @@ def test_forward_mode_over_a_class_of_each_row(num_classes: int) -> None:
     x = seeded(3, 4)
     for derive in (torch.func.hessian, slope, second):
         assert_close(derive(remat(routed))(x), derive(routed)(x))
+
+
+def _inner_value(fun: Any, x: Tensor, w: Tensor) -> Tensor:
+    """Values of a gradient by the operand that the region reads, under one by another."""
+    value = torch.func.grad_and_value(lambda x: fun(x, w).sin().sum())
+    return torch.func.grad_and_value(lambda w: (value(x)[1] * w).sum())(w)[1]
+
+
+def _of_pullback(fun: Any, x: Tensor, w: Tensor) -> Tensor:
+    return torch.func.vjp(lambda w: torch.func.vjp(fun, x, w)[0].sin(), w)[0]
+
+
+def _of_mapped_pullback(fun: Any, x: Tensor, w: Tensor) -> Tensor:
+    """Of directional derivatives, for two cotangents at once."""
+    along = lambda x: torch.func.jvp(lambda x: fun(x, w), (x,), (x.cos(),))[1]  # noqa: E731
+    out, pull = torch.func.vjp(along, x)
+    return torch.func.vmap(lambda c: pull(c)[0])(torch.stack([out, out.cos()]))
+
+
+def _mapped(fun: Any, x: Tensor, w: Tensor) -> Tensor:
+    return torch.func.vjp(
+        lambda w: torch.func.vmap(lambda x: torch.func.vjp(fun, x, w)[0])(x), w
+    )[0]
+
+
+BETWEEN = {f.__name__[1:]: f for f in (_inner_value, _of_pullback, _of_mapped_pullback)}
+READS: dict[str, Any] = {
+    "one": lambda x, w: x.tanh(),
+    "apart": lambda x, w: x.tanh() * (w.sum(-1, keepdim=True) * 0 + 1),
+    "both": lambda x, w: x.tanh() * w,
+}
+
+
+@pytest.mark.parametrize("is_nested", [False, True], ids=["alone", "nested"])
+@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize("nest", [*BETWEEN, *swept(["mapped"])])
+def test_tangents_of_values_under_levels_of_reverse_mode(
+    nest: str, reads: str, is_nested: bool
+) -> None:
+    """A level that an output does not depend on takes no tangent from it."""
+    fun, between = READS[reads], BETWEEN.get(nest, _mapped)
+    everything = policies.everything_saveable
+    region = remat(fun, policy=everything)
+    if is_nested:
+        inner = remat(lambda x, w: (fun(x, w), w.sum(-1)), policy=everything)
+        region = remat(lambda x, w: (inner(x, w)[0].sin(), x * 3))
+    results = {
+        "plain": (lambda x, w: fun(x, w).sin()) if is_nested else fun,
+        "region": (lambda x, w: region(x, w)[0]) if is_nested else region,
+    }
+    x, w = seeded(3, 3), seeded(3, seed=1).requires_grad_()
+
+    def pushed(fun: Any) -> Any:
+        return torch.func.jvp(lambda x: between(fun, x, w), (x,), (x.sin(),))
+
+    assert_close(pushed(results["region"]), pushed(results["plain"]))
