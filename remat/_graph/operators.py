@@ -20,6 +20,9 @@ TRANSPARENT = frozenset(
     {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 )
 
+#: Refuses a lazy conjugate. A trace of `x.real` has it, as what stands for `x` is not one.
+AS_REAL: Any = _aten.view_as_real.default
+
 #: Their parts share storage although their schema says otherwise, and what says so.
 DECLARED_SPLIT: dict[Any, Any] = {
     _aten.unsafe_split.Tensor: _aten.split.Tensor,

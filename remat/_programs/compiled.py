@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from remat._graph import operators
-from remat._graph.meta import TensorMeta
+from remat._graph.meta import TensorMeta, unexpanded_shape
 from remat._graph.values import Graph, replace_refs
 from remat._programs.interpreted import overhead_dominates
 from remat._torch import levels, runners, schemas, tracer
@@ -40,6 +40,7 @@ def compiled_function(graph: Graph) -> Callable[[list[Tensor]], list[Any]]:
     compiled: list[Callable[..., list[Any]]] = []
 
     def run(inputs: list[Tensor]) -> list[Any]:
+        inputs[:] = map(_as_they_lie, inputs)
         if not compiled:
             is_small = overhead_dominates(graph, fewest_steps=_FOR_CPP)
             # Inductor's own state is shared by all threads.
@@ -54,6 +55,21 @@ def compiled_function(graph: Graph) -> Callable[[list[Tensor]], list[Any]]:
         return list(compiled[0](inputs))
 
     return run
+
+
+def _as_they_lie(tensor: Tensor) -> Tensor:
+    """A tensor whose numbers are those in memory, as compiled kernels take them to be.
+
+    Itself but for a lazy conjugate or negative, of which it is a copy with the same strides.
+    """
+    if not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    shape, stride = tensor.shape, tensor.stride()
+    sizes = unexpanded_shape(shape, stride)
+    copy = torch.empty_strided(
+        sizes, stride, dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor[tuple(map(slice, sizes))])
+    return copy.expand(shape)
 
 
 def fx_module(graph: Graph) -> fx.GraphModule:

@@ -223,6 +223,13 @@ class Program:
         return self.graph.operators
 
 
+def _read_as_real(graph: Graph) -> list[int]:
+    """The inputs that the operator reads which refuses lazy conjugates."""
+    owners, values = roots(graph), graph.values
+    reads = {owners[k] for k, each in enumerate(values) if each.op is operators.AS_REAL}
+    return [index for index in range(graph.num_inputs) if index in reads]
+
+
 class _ProgramWriter:
     """Writes the function and collects the objects that its text names.
 
@@ -268,6 +275,7 @@ class _ProgramWriter:
         unread = [f"v{index}" for index in range(graph.num_inputs) if index not in read]
         opening = [f"    {inputs}, = given", "    given.clear()"] if inputs else []
         opening += [f"    del {', '.join(unread)}"] if unread else []
+        opening += [f"    v{k} = v{k}.resolve_conj()" for k in _read_as_real(graph)]
         self.text = "\n".join([f"def {title}({inputs}):", *lines]) + "\n"
         given = "at, given" if is_watched else "given"
         self.consuming = "\n".join([f"def {title}({given}):", *opening, *lines]) + "\n"

@@ -180,6 +180,30 @@ def test_lazy_bits_and_memory_formats(flag):
     assert_bitwise(run(remat(fun), (x,)), run(fun, (x,)))
 
 
+@pytest.mark.parametrize("around", ["grad", "vmap"])
+@pytest.mark.parametrize("num_steps", [1, 40])
+def test_parts_of_a_lazy_conjugate(around, num_steps):
+    """The operator of `x.real` refuses one, and no trace knows which of its inputs are."""
+    z = seeded(3, 4, dtype=torch.complex128).conj()
+
+    def fun(x):
+        y = x.real
+        for _ in range(num_steps):
+            y = y.sin()
+        return y.exp() * x[1:].real.sum() + x.mT[0].real.sum()
+
+    def alone(f):
+        return torch.func.grad(lambda x: f(x).sum())(z)
+
+    def mapped(f):
+        batch = torch.stack([z.conj()]).conj()
+        return torch.func.grad(lambda x: torch.func.vmap(f)(x).sum())(batch)
+
+    transformed = {"grad": alone, "vmap": mapped}[around]
+
+    assert_close(transformed(remat(fun)), transformed(fun))
+
+
 @pytest.mark.parametrize("used", [0, 1, 2])
 def test_unused_outputs(used):
     """Outputs without a cotangent add nothing, and the others keep their bits."""

@@ -245,6 +245,22 @@ def test_a_generator_s_draws_run_uncompiled_and_say_so() -> None:
     torch.testing.assert_close(found, (y != 0) * 2 * x.cos())
 
 
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code")
+def test_lazy_negatives_and_conjugates() -> None:
+    """Compiled kernels read memory, where their numbers do not lie; strides stay."""
+    z = seeded(3, 4, dtype=torch.complex128).conj()
+    thin = z.imag[:, :1].expand(3, 4)
+
+    def parts(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return x.sin() * y.exp() + z.real * z.mT[0, 0].imag
+
+    given = [each.detach().requires_grad_() for each in (z.imag, thin, z)]
+    found = torch.autograd.grad(compiled(parts)(*given).sum(), given)
+
+    torch.testing.assert_close(compiled(parts)(*given), parts(*given))
+    torch.testing.assert_close(found, torch.autograd.grad(parts(*given).sum(), given))
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [({"engine": "rerun"}, "no programs"), ({"verify": True}, "compares bits")],

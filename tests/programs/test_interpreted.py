@@ -143,6 +143,7 @@ def test_literals_arrive_as_they_are_written(op, args, kwargs):
 TOO_MUCH = {
     "constants": (lambda x: x * torch.tensor([0.5]), torch.zeros(3)),
     "draws": (F.dropout, torch.zeros(3)),
+    "parts of numbers": (lambda x: x.real.sin(), torch.zeros(3, dtype=torch.complex64)),
     "operators of other libraries": (
         lambda x: random.dropout(random.key(0), x, rate=0.5),
         torch.zeros(3),
@@ -152,7 +153,7 @@ TOO_MUCH = {
 
 @pytest.mark.parametrize(("fun", "x"), TOO_MUCH.values(), ids=TOO_MUCH)
 def test_what_the_interpreter_does_not_take(fun, x):
-    """It sets no generator, has no constants, and is no place for Python."""
+    """It sets no generator, resolves no conjugate, has no constants, and runs no Python."""
     (program, _) = programs(fun, x)
 
     assert interpreted_function(program.graph) is None
