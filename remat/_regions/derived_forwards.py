@@ -25,7 +25,7 @@ from remat._programs.verification import verification
 from remat._regions.forwards import Forward
 from remat._regions.functions import Batch, Function
 from remat._regions.protocol import Asked
-from remat._torch import isolation, levels
+from remat._torch import autograd, isolation, levels
 from remat._torch.levels import dual_level_is_active
 from remat._tracing.trace import record
 from remat.storage import AbstractStorage
@@ -196,8 +196,16 @@ def _locate_saved(
 
 
 # Public, but torch has not annotated them.
-unpack_dual: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+_unpack_dual: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _make_dual: Callable[[Tensor, Tensor], Tensor] = forward_ad.make_dual  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def unpack_dual(tensor: Tensor) -> forward_ad.UnpackedDualTensor:
+    """The primal and the tangent of the innermost level."""
+    if autograd.is_batched_by_autograd(tensor):
+        # autograd's own vmap wraps tangents and cotangents, which have none themselves.
+        return forward_ad.UnpackedDualTensor(tensor, None)
+    return _unpack_dual(tensor)
 
 
 def unpack_duals(tensors: Sequence[Tensor]) -> list[forward_ad.UnpackedDualTensor]:

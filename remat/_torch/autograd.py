@@ -35,6 +35,8 @@ def untracked_alias(tensor: Tensor) -> Tensor:
     Function can declare that nothing else holds their base.
     """
     with torch._C._AutoDispatchBelowADInplaceOrView():
+        if is_batched_by_autograd(tensor):
+            return tensor.view_as(tensor)  # torch's older vmap has no rule for `alias`
         return torch.ops.aten.alias.default(tensor)
 
 

@@ -210,3 +210,26 @@ def test_tangents_of_values_under_levels_of_reverse_mode(
         return torch.func.jvp(lambda x: between(fun, x, w), (x,), (x.sin(),))
 
     assert_close(pushed(results["region"]), pushed(results["plain"]))
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_forward_mode_mapped_by_autograd(engine: Any, is_followed: bool) -> None:
+    """Its own vmap wraps tangents only, and knows few operators: neither `alias` nor a dual's."""
+    w, x = seeded(3, 3, 1).requires_grad_(), seeded(3, 4, seed=1)
+    inner = remat(torch.tanh)
+
+    def fun(x: Tensor) -> Tensor:
+        return inner(F.conv1d(x, w)) * x.sin()
+
+    region = remat(fun, engine=engine)
+    x.requires_grad_(is_followed)
+    of: Any = torch.autograd.functional
+    first = {"vectorize": True, "strategy": "forward-mode"}
+    second = {"vectorize": True, "outer_jacobian_strategy": "forward-mode"}
+
+    assert_close(of.jacobian(region, x, **first), of.jacobian(fun, x, **first))
+    assert_close(
+        of.hessian(lambda x: region(x).sum(), x, **second),
+        of.hessian(lambda x: fun(x).sum(), x, **second),
+    )
