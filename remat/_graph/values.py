@@ -177,6 +177,13 @@ def roots(graph: Graph) -> tuple[int, ...]:
     return tuple(found)
 
 
+def read_as_real(graph: Graph) -> list[int]:
+    """The inputs that the operator reads which refuses lazy conjugates."""
+    owners, values = roots(graph), graph.values
+    reads = {owners[k] for k, each in enumerate(values) if each.op is operators.AS_REAL}
+    return [index for index in range(graph.num_inputs) if index in reads]
+
+
 def last_uses(graph: Graph) -> dict[int, list[int]]:
     """For each step the values that nothing reads after it."""
     kept = {ref.index for ref in graph.outputs if ref is not None}

@@ -15,7 +15,14 @@ from torch import Tensor
 from remat._generators import compiled_draws, device_states, streams
 from remat._graph import operators
 from remat._graph.meta import TensorMeta, device_of, metas_in
-from remat._graph.values import Graph, Value, last_uses, replace_refs, step_behind
+from remat._graph.values import (
+    Graph,
+    Value,
+    last_uses,
+    read_as_real,
+    replace_refs,
+    step_behind,
+)
 from remat._programs import by_places
 from remat._torch import levels, modes, schemas, tracer
 from remat._tracing import importing, naming, refusals
@@ -26,6 +33,7 @@ def interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
     last = last_uses(graph)
     env: dict[int, Any] = dict(enumerate(inputs))
     with modes.unseen_by_traces():
+        env |= {index: env[index].resolve_conj() for index in read_as_real(graph)}
         for index, value in enumerate(graph.values):
             if value.op is not None:
                 try:

@@ -23,7 +23,15 @@ from torch import Tensor
 from remat._generators import device_states, streams
 from remat._graph import operators
 from remat._graph.meta import device_of
-from remat._graph.values import Graph, Value, comment, last_uses, refs, roots
+from remat._graph.values import (
+    Graph,
+    Value,
+    comment,
+    last_uses,
+    read_as_real,
+    refs,
+    roots,
+)
 from remat._programs import compiled, interpreted
 from remat._programs.barriers import with_barriers
 from remat._programs.bindings import bindings_of, fold_products
@@ -223,13 +231,6 @@ class Program:
         return self.graph.operators
 
 
-def _read_as_real(graph: Graph) -> list[int]:
-    """The inputs that the operator reads which refuses lazy conjugates."""
-    owners, values = roots(graph), graph.values
-    reads = {owners[k] for k, each in enumerate(values) if each.op is operators.AS_REAL}
-    return [index for index in range(graph.num_inputs) if index in reads]
-
-
 class _ProgramWriter:
     """Writes the function and collects the objects that its text names.
 
@@ -275,7 +276,7 @@ class _ProgramWriter:
         unread = [f"v{index}" for index in range(graph.num_inputs) if index not in read]
         opening = [f"    {inputs}, = given", "    given.clear()"] if inputs else []
         opening += [f"    del {', '.join(unread)}"] if unread else []
-        opening += [f"    v{k} = v{k}.resolve_conj()" for k in _read_as_real(graph)]
+        opening += [f"    v{k} = v{k}.resolve_conj()" for k in read_as_real(graph)]
         self.text = "\n".join([f"def {title}({inputs}):", *lines]) + "\n"
         given = "at, given" if is_watched else "given"
         self.consuming = "\n".join([f"def {title}({given}):", *opening, *lines]) + "\n"

@@ -180,7 +180,7 @@ def test_lazy_bits_and_memory_formats(flag):
     assert_bitwise(run(remat(fun), (x,)), run(fun, (x,)))
 
 
-@pytest.mark.parametrize("around", ["grad", "vmap"])
+@pytest.mark.parametrize("around", ["grad", "vmap", "region"])
 @pytest.mark.parametrize("num_steps", [1, 40])
 def test_parts_of_a_lazy_conjugate(around, num_steps):
     """The operator of `x.real` refuses one, and no trace knows which of its inputs are."""
@@ -199,7 +199,10 @@ def test_parts_of_a_lazy_conjugate(around, num_steps):
         batch = torch.stack([z.conj()]).conj()
         return torch.func.grad(lambda x: torch.func.vmap(f)(x).sum())(batch)
 
-    transformed = {"grad": alone, "vmap": mapped}[around]
+    def inside(f):
+        return alone(remat(lambda x: f(x.sin().conj()).cos()))
+
+    transformed = {"grad": alone, "vmap": mapped, "region": inside}[around]
 
     assert_close(transformed(remat(fun)), transformed(fun))
 
