@@ -17,6 +17,7 @@ from remat._graph.values import Graph, replace_refs
 from remat._programs.interpreted import overhead_dominates
 from remat._torch import levels, runners, schemas, tracer
 from remat._torch.taking_functions import Applied
+from remat._torch.tensors import is_without_memory
 
 # What fewer steps save is not worth the seconds that a wrapper in C++ takes to compile.
 _FOR_CPP = 16
@@ -60,9 +61,10 @@ def compiled_function(graph: Graph) -> Callable[[list[Tensor]], list[Any]]:
 def _as_they_lie(tensor: Tensor) -> Tensor:
     """A tensor whose numbers are those in memory, as compiled kernels take them to be.
 
-    Itself but for a lazy conjugate or negative, of which it is a copy with the same strides.
+    Itself but for a lazy conjugate or negative and for zeros without memory, of which it is a
+    copy with the same strides.
     """
-    if not (tensor.is_conj() or tensor.is_neg()):
+    if not (tensor.is_conj() or tensor.is_neg() or is_without_memory(tensor)):
         return tensor
     shape, stride = tensor.shape, tensor.stride()
     sizes = unexpanded_shape(shape, stride)

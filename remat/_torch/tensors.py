@@ -56,6 +56,8 @@ ASK_FOR_HISTORY: dict[Any, str] = {
 }
 # Whether autograd takes a tensor for a view.
 is_view: Callable[[Tensor], bool] = Tensor._is_view
+# Whether a tensor is zero everywhere and has no memory, as forward mode makes them.
+is_without_memory: Callable[[Tensor], bool] = _Tensor._is_zerotensor
 # A number that no other living storage has.
 key_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 

@@ -261,6 +261,16 @@ def test_lazy_negatives_and_conjugates() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(parts(*given).sum(), given))
 
 
+def test_a_cotangent_without_memory() -> None:
+    """Zeros get some before a compiled kernel reads them."""
+    x = seeded(3, 4).requires_grad_()
+    zeros: Tensor = torch.ops.aten._efficientzerotensor((3, 4), dtype=x.dtype)
+
+    (found,) = torch.autograd.grad(compiled(torch.sin)(x), x, zeros)
+
+    assert found.count_nonzero() == 0
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [({"engine": "rerun"}, "no programs"), ({"verify": True}, "compares bits")],
