@@ -18,10 +18,13 @@ from torch import fx
 
 from remat._errors import RematWarning, explain
 
-_TORCHS_MODULES = torch.__path__[0] + "/nn/"
+_TORCH_FILES = (
+    torch.__path__[0] + "/"
+)  # the slash, or torch_geometric's would be among them
+_TORCHS_MODULES = _TORCH_FILES + "nn/"
 _OWN_FILES = __file__.rpartition("/")[0] + "/"
 _LIBRARIES = (
-    *(torch.__path__[0], _OWN_FILES, futures.__path__[0], "<"),
+    *(_TORCH_FILES, _OWN_FILES, futures.__path__[0] + "/", "<"),
     *(contextlib.__file__, copy.__file__, threading.__file__),
 )
 # What is typed at a prompt or written in a docstring; other such names are of generated code.
@@ -103,7 +106,7 @@ def is_called_by_torch() -> bool:
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_OWN_FILES):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES[0])
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH_FILES)
 
 
 def is_asked_by_user() -> bool:

@@ -22,11 +22,12 @@ from remat._torch.modules import hooks_for_all
 Subject = TypeVar("Subject", type, types.CodeType)
 Answer = TypeVar("Answer")
 
-OWN_FILES = (str(FilePath(__file__).parent.parent), "<remat")
+# Folders end in a slash: a file beside them, such as remat_demo.py, is the user's.
+OWN_FILES = (f"{FilePath(__file__).parent.parent}/", "<remat")
 _LIBRARY_FILES = (
     *OWN_FILES,
-    str(FilePath(torch.__file__).parent),
-    sysconfig.get_path("stdlib"),
+    f"{FilePath(torch.__file__).parent}/",
+    f"{sysconfig.get_path('stdlib')}/",
     "<frozen",
 )
 _IS_MADE = 1 << 9  # of classes that are made when code runs (`Py_TPFLAGS_HEAPTYPE`)

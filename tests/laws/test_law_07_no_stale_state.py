@@ -8,9 +8,11 @@ traced, or leaves a fake tensor in a user's object, raises `SideEffectError`."
 """
 
 import math
+import sysconfig
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -19,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node
 
-from remat import RecomputationError, layers, remat, schedules
+import remat as package
+from remat import RecomputationError, TraceError, layers, remat, schedules
 from tests.laws import changes
 from tests.laws.changes import (
     CHANGES,
@@ -342,3 +345,39 @@ def test_equal_values_of_unlike_kinds_differ(way: str, values: tuple[Any, ...]) 
         arguments = (passed.get(way),)
         plain = value_and_gradient(funs[way], *arguments)
         assert_bitwise(value_and_gradient(region, *arguments), plain)
+
+
+_DEMO = """
+SCALE = 2.0
+
+def scale(x):
+    return x * SCALE
+
+def fun(x):
+    return scale(x).sin()
+
+def picked(x):
+    return x[x > 0]
+"""
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [*package.__path__, *torch.__path__, sysconfig.get_path("stdlib")],
+    ids=["remat", "torch", "stdlib"],
+)
+def test_a_file_beside_a_library_is_not_the_librarys(folder: str) -> None:
+    """As remat_demo.py in a clone of this package, or what torch_geometric holds."""
+    space: dict[str, Any] = {}
+    exec(compile(_DEMO, f"{folder}_demo.py", "exec"), space)
+    fun: Callable[..., Tensor] = space["fun"]
+    picked: Callable[..., Tensor] = space["picked"]
+    region, x = remat(fun), seeded(3).requires_grad_()
+    region(x)
+
+    space["SCALE"] = 3.0
+
+    if "site-packages" not in folder:  # what is installed is followed by other rules
+        assert_bitwise(region(x), fun(x))
+    with pytest.raises(TraceError, match=rf"^{Path(folder).name}_demo.py:11:"):
+        remat(picked)(x)
