@@ -101,4 +101,5 @@ def has_storage_to_compare(tensor: Tensor) -> bool:
 
 
 def _has_version_to_compare(tensor: Tensor) -> bool:
-    return not tensor.is_inference() and levels.level_of(tensor) < 0
+    # A wrapper has none, nor has one of a transform that has ended, which an object may hold.
+    return not (tensor.is_inference() or levels.is_wrapped(tensor))

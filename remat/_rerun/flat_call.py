@@ -101,8 +101,12 @@ def call(
         reach.survey.restore()
         return call(fun, args, kwargs, rng)
     result, stored = flat.returned.around(flat.with_changed(returned))
+    captured = set(
+        map(id, reach.beyond)
+    )  # what is stored of these has other owners, too
     for (owner, step), value in zip(flat.stored, stored, strict=True):
-        _stored.update((id(each), each) for each in trees.tensor_leaves(value))
+        kept = [each for each in trees.tensor_leaves(value) if each.grad_fn]
+        _stored.update((id(each), each) for each in kept if id(each) not in captured)
         _captures.write_place(owner, step, value)
     return result
 
@@ -195,7 +199,7 @@ class _FlatCall:
         # Where the first run has stored what has a gradient, in objects that it reaches. All
         # runs return it with their results.
         self.stored: list[tuple[object, _captures.Step]] = []
-        # The places of results that are such an operand, and that operand's.
+        # The places of results that are an operand themselves, and that operand's.
         self.own: dict[int, int] = {}
         # The places of results that share the memory of another one.
         self.shared: dict[int, _SharedResult] = {}
@@ -231,10 +235,14 @@ class _FlatCall:
             passed.require_unchanged(self.fun)
             if not is_again:
                 self.constants.require_no_operands()
+                known = set(map(id, tensors))
                 self.stored = [
                     (owner, step)
                     for owner, step, value in self.reach.survey.assigned()
-                    if any(each.grad_fn for each in trees.tensor_leaves(value))
+                    if any(
+                        each.grad_fn or id(each) in known
+                        for each in trees.tensor_leaves(value)
+                    )
                 ]
             stored = [_captures.read_place(*place) for place in self.stored]
             returned: list[Tensor]
@@ -276,7 +284,7 @@ class _FlatCall:
         self.changed = tuple(
             place for place, (each, had) in pairs if each.requires_grad and not had
         )
-        places = {id(tensors[place]): place for place in self.changed}
+        places = {id(each): place for place, each in enumerate(tensors)}
         self.own = {
             index: places[id(each)]
             for index, each in enumerate(found)
@@ -286,7 +294,7 @@ class _FlatCall:
             self.shared = _shared_results(found)
 
     def with_changed(self, returned: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The results, of which some are operands that now have the gradient of what they hold."""
+        """The results, of which some are operands: with the gradient of what they now hold."""
         count, operands = len(returned) - len(self.changed), self.reach.operands
         for place, new in zip(self.changed, returned[count:], strict=True):
             assert new is not None, "an operand is returned"

@@ -83,6 +83,51 @@ def test_under_a_transform() -> None:
     assert_bitwise(loss(model)(x), loss(plain)(x))
 
 
+class Passing(nn.Module):
+    """Stores and returns what it was given, and its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(seeded(3))
+        self.kept: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        self.kept.update(given=x, own=self.weight)
+        return (x * self.weight).sin(), x, self.weight, x[1:]
+
+
+@pytest.mark.filterwarnings("ignore:.*from now on:remat.RematWarning")
+@pytest.mark.parametrize("engine", ["rerun", "auto"])
+def test_an_operand_comes_back_itself(engine: Any) -> None:
+    """So the caller may ask for gradients there, as models of forces do; in each of two steps."""
+    plain = Passing()
+    region = remat(model := Passing(), engine=engine)
+
+    def step(call: Any, module: Passing) -> tuple[Tensor, ...]:
+        x = seeded(3, seed=1).requires_grad_().exp()
+        y, given, own, tail = call(x)
+        assert given is module.kept["given"] is tail._base is x
+        assert own is module.kept["own"] is module.weight
+        kept = module.kept["given"].square() + module.kept["own"].cos()
+        total = y.sum() + kept.sum()
+        return torch.autograd.grad(total + tail.exp().sum(), [given, own])
+
+    for _ in range(2):
+        assert_close(step(region, model), step(plain, plain))
+
+
+def test_what_was_stored_under_a_transform_that_has_ended() -> None:
+    """The next call reaches it, and does not read it."""
+    plain, model = (_expert(STORES["attribute"]) for _ in range(2))
+    modules.apply(model, Expert, engine="rerun")
+    x = seeded(2, 3)
+
+    for _ in range(2):
+        torch.func.grad(lambda x: model(x).sum())(x)
+    model.table["kept"] = model.aux
+    assert_bitwise(grads(model, [x]), grads(plain, [x]))
+
+
 def test_a_stored_tensor_that_the_next_call_differentiates() -> None:
     """It is refused, and the error says to pass it."""
 
