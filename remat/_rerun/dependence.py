@@ -121,10 +121,12 @@ def _refuse_lost_gradient(gradient: Tensor) -> Tensor:
     raise CapturedTensorError.of(
         where=f"a gradient {TensorMeta.of(gradient)}",
         what="reaches a region through a tensor that the function stored somewhere "
-        "instead of returning it, or by `backward` in a hook.",
+        "instead of returning it, or by `backward` in a hook or in that of an "
+        "autograd.Function.",
         why="The gradient cannot get from there to the region's inputs, and "
         "would be lost.",
-        do="Return the tensor from the function.",
+        do="Return the tensor from the function; where a backward calls `backward`, as that "
+        "of reversible layers does, put regions on what it calls.",
     )
 
 

@@ -161,6 +161,43 @@ def test_a_hook_that_calls_backward_on_a_part_of_the_region() -> None:
         y.sum().backward()
 
 
+class Reversible(torch.autograd.Function):
+    """Its backward runs a layer again, and calls `backward` there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
+        ctx.x, ctx.layer = x.detach(), layer
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, None]:
+        with torch.enable_grad():
+            x = ctx.x.requires_grad_()
+            torch.autograd.backward(ctx.layer(x), cotangents[0])
+        return x.grad, None
+
+
+def test_a_backward_that_calls_backward() -> None:
+    """It raises around the layer, says where the region belongs, and works there."""
+
+    def trained(layer: Any, call: Any) -> list[Any]:
+        x = seeded(3).requires_grad_()
+        call(x).sum().backward()
+        return [x.grad, *(each.grad for each in layer.parameters())]
+
+    plain, inside = (nn.Linear(3, 3, dtype=torch.float64) for _ in range(2))
+    inside.load_state_dict(plain.state_dict())
+    around = remat(lambda x: Reversible.apply(x.exp(), plain), engine="rerun")
+    layer = remat(inside, engine="rerun")
+
+    with pytest.raises(CapturedTensorError, match="put regions on what it calls"):
+        trained(plain, around)
+    found = trained(inside, lambda x: Reversible.apply(x.exp(), layer))
+    plain.zero_grad()
+    expected = trained(plain, lambda x: Reversible.apply(x.exp(), plain))
+    assert_bitwise(found, expected)
+
+
 def test_a_hook_that_calls_backward_on_something_else() -> None:
     """It runs once for each backward, as without a region."""
     weight, calls = seeded(3).requires_grad_(), [0]
