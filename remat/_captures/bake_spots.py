@@ -268,6 +268,9 @@ def _containers_to_bake(node: Node) -> Iterable[Step]:
     return shapes
 
 
+_CONTAINERS = (list, tuple, deque, set, dict)
+
+
 def _rule_to_bake(value: object) -> Rule:
     kind, is_shown = type(value), contents.shows_members(value)
     number = trackers.number_of(value)
@@ -282,6 +285,10 @@ def _rule_to_bake(value: object) -> Rule:
         entries = cast("dict[Hashable, object]", value)
         if all(is_simple(key) for key in entries):
             return Form("keyed", (kind, tuple(entries)))
-    if not is_shown and isinstance(value, (list, tuple, deque, set, dict)):
-        return Form("sized", (kind, len(cast("list[object]", value))))
+    if not is_shown and isinstance(value, _CONTAINERS):
+        # A class of the user's may say otherwise how long it is, or refuse to.
+        own: Any = kind
+        base: Any = next(each for each in kind.__mro__ if each in _CONTAINERS)
+        count: Any = len if own.__len__ is base.__len__ else base.__len__
+        return Form("sized", (kind, count(value), count))
     return Form("instance", (kind,))

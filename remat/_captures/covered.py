@@ -54,7 +54,7 @@ FORMS = {
     "function": ("{v}.__code__ is {0}", "ran {0.co_qualname} and runs other code"),
     # A container of this class and length.
     "sized": (
-        "(type(t := {v}) is {0} and len(t) == {1})",
+        "(type(t := {v}) is {0} and {2}(t) == {1})",
         "was a {0.__name__} of {1} items and has changed",
     ),
     # A dictionary of this class with these keys in this order.
@@ -267,7 +267,7 @@ def _mend_spot(spot: Spot, owner: Any, value: Any, undo: contextlib.ExitStack) -
             case Equal(const):
                 places.write_place(owner, spot.step, const)
                 undo.callback(places.write_place, owner, spot.step, value)
-            case Form("sized", (kind, num)) if type(value) is kind in _LISTS:
+            case Form("sized", (kind, num, _)) if type(value) is kind in _LISTS:
                 undo.callback(places.refill, value, [*value])
                 places.refill(value, [*value, *[None] * num][:num])
             case Form("keyed", (kind, keys)) if type(value) is kind:

@@ -288,3 +288,29 @@ def test_an_argument_of_a_made_class_is_looked_into(engine: Any) -> None:
     ).sum().backward()
 
     assert_bitwise(weight.grad, seeded(3))
+
+
+class Irreps(tuple[Any, ...]):
+    """A tuple that has no length, as that of e3nn."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Scaled(nn.Module):
+    """A module that holds one, of parts that are tuples too."""
+
+    irreps = Irreps((Irreps((2.0,)),))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for (factor,) in self.irreps:
+            x = x * factor
+        return x.sin()
+
+
+def test_a_container_that_refuses_its_length() -> None:
+    """It is watched by the length that it has."""
+    region, plain, x = remat(model := Scaled()), Scaled(), seeded(3)
+    for values in ((2.0,), (3.0,), (3.0, 4.0)):
+        plain.irreps = model.irreps = Irreps(Irreps((each,)) for each in values)
+        assert_bitwise(grads(region, [x]), grads(plain, [x]))
