@@ -18,9 +18,8 @@ from torch import fx
 
 from remat._errors import RematWarning, explain
 
-_TORCH_FILES = (
-    torch.__path__[0] + "/"
-)  # the slash, or torch_geometric's would be among them
+# With the slash, or torch_geometric's would be among them.
+_TORCH_FILES = torch.__path__[0] + "/"
 _TORCHS_MODULES = _TORCH_FILES + "nn/"
 _OWN_FILES = __file__.rpartition("/")[0] + "/"
 _LIBRARIES = (

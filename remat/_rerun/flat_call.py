@@ -101,9 +101,8 @@ def call(
         reach.survey.restore()
         return call(fun, args, kwargs, rng)
     result, stored = flat.returned.around(flat.with_changed(returned))
-    captured = set(
-        map(id, reach.beyond)
-    )  # what is stored of these has other owners, too
+    # What is stored of these has other owners, too.
+    captured = set(map(id, reach.beyond))
     for (owner, step), value in zip(flat.stored, stored, strict=True):
         kept = [each for each in trees.tensor_leaves(value) if each.grad_fn]
         _stored.update((id(each), each) for each in kept if id(each) not in captured)

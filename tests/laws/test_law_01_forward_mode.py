@@ -169,7 +169,8 @@ def _of_pullback(fun: Any, x: Tensor, w: Tensor) -> Tensor:
 def _of_mapped_pullback(fun: Any, x: Tensor, w: Tensor) -> Tensor:
     """Of directional derivatives, for two cotangents at once."""
     along = lambda x: torch.func.jvp(lambda x: fun(x, w), (x,), (x.cos(),))[1]  # noqa: E731
-    out, pull = torch.func.vjp(along, x)
+    found: Any = torch.func.vjp(along, x)
+    out, pull = found
     return torch.func.vmap(lambda c: pull(c)[0])(torch.stack([out, out.cos()]))
 
 
@@ -196,9 +197,9 @@ def test_tangents_of_values_under_levels_of_reverse_mode(
     """A level that an output does not depend on takes no tangent from it."""
     fun, between = READS[reads], BETWEEN.get(nest, _mapped)
     everything = policies.everything_saveable
-    region = remat(fun, policy=everything)
+    region: Any = remat(fun, policy=everything)
     if is_nested:
-        inner = remat(lambda x, w: (fun(x, w), w.sum(-1)), policy=everything)
+        inner: Any = remat(lambda x, w: (fun(x, w), w.sum(-1)), policy=everything)
         region = remat(lambda x, w: (inner(x, w)[0].sin(), x * 3))
     results = {
         "plain": (lambda x, w: fun(x, w).sin()) if is_nested else fun,
