@@ -63,6 +63,7 @@ from remat._regions.opening import (
 from remat._regions.protocol import Asked, Batched, Opened, Pushed
 from remat._switches.numerics import Numerics
 from remat._torch.taking_functions import Applied
+from remat._tracing.trace import require_states
 from remat.policies import AbstractPolicy, nothing_saveable
 from remat.policies._budget import for_derived
 from remat.storage import AbstractStorage, Keep
@@ -368,6 +369,7 @@ class TracedRegion:
                 backward_numerics=asked.numerics,
             ),
         )
+        require_states(asked.num_states, analysis.joint)
         storages = self.stages(roots).storages or (Keep(),) * len(saved)
         kept = Saved(analysis, saved, storages, self.verify)
         given = backward_forward(self.function, self.operands, kept, asked)

@@ -109,7 +109,7 @@ class Rerun(WithoutProgram):
         tracked = tuple(k for k in others if k not in given)
         pull = Pull(outputs, tuple(given), len(self.requires_grad), tracked)
         # Under create_graph torch uses other formulas, which are not the same to the bit.
-        grad = self.state.grad
+        grad = self.state.gradients()
         first = functions.pullback(self.function, pull, create_graph=False, grad=grad)
         again = functions.pullback(self.function, pull, grad=grad)
         engine = self.state.engine

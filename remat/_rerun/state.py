@@ -88,6 +88,8 @@ class RunState:
         # The states of generators and trackers when the first run began: while it runs, after.
         self.start: _Randomness | None = None
         self.before: _Randomness | None = None
+        # Those around a later run, which it leaves as they are but for what its backward draws.
+        self.outside: _Randomness | None = None
         # Those of Python's and numpy's generators, if the first run drew from them.
         self.host: tuple[Any, ...] | None = None
         # Generators that were passed to an operator, with their states then.
@@ -132,13 +134,40 @@ class RunState:
         """The first run changes the state; each later one starts from the same."""
         return self._noted() if self.before is None else self._put_back(self.before)
 
-    def grad(self, *given: Any, **how: bool) -> Sequence[Tensor | None]:
-        """`torch.autograd.grad` of the last run, in whose backward stand-ins stand as in the run."""
-        last, self.last = self.last, None
-        if last is None:
-            return vars(torch.autograd)["grad"](*given, **how)
-        with last(RECORDED_BACKWARD if how["create_graph"] else BACKWARD):
-            return autograd.grad_in_modes(*given, **how)
+    def gradients(self) -> Callable[..., Sequence[Tensor | None]]:
+        """`torch.autograd.grad` of the last run, in whose backward stand-ins stand as in the run.
+
+        What the backward draws it draws where the generators are, not where the run put them, and
+        when it runs again it draws the same.
+        """
+        starts: list[_Randomness] = []
+
+        def grad(*given: Any, **how: bool) -> Sequence[Tensor | None]:
+            last, self.last = self.last, None
+            with self._drawing_outside(starts):
+                if last is None:
+                    return vars(torch.autograd)["grad"](*given, **how)
+                with last(RECORDED_BACKWARD if how["create_graph"] else BACKWARD):
+                    return autograd.grad_in_modes(*given, **how)
+
+        return grad
+
+    @contextlib.contextmanager
+    def _drawing_outside(self, starts: list[_Randomness]) -> Generator[None]:
+        """Inside, generators are where the run that goes on began, or where `starts` says."""
+        if self.outside is None or not self.draws:
+            yield
+            return
+        run, is_first = _Randomness.take(self.devices, self.explicit), not starts
+        if is_first:
+            starts.append(self.outside)
+        starts[0].put_back()
+        try:
+            yield
+        finally:
+            if is_first:
+                self.outside = _Randomness.take(self.devices, self.explicit)
+            run.put_back()
 
     @contextlib.contextmanager
     def _noted(self) -> Generator[None]:
@@ -186,7 +215,7 @@ class RunState:
     def _put_back(self, randomness: _Randomness) -> Generator[None]:
         with torch.no_grad():
             now = [(buffer, buffer.clone()) for buffer, _ in self.found]
-        ended = _Randomness.take(self.devices, self.explicit)
+        self.outside = _Randomness.take(self.devices, self.explicit)
         # At the end their numbers are those of before, which other regions may have read.
         with levels.version_kept(*(buffer for buffer, _ in now)):
             _copy_back(self.found)
@@ -195,7 +224,8 @@ class RunState:
                 with drawing_from(self.host):
                     yield
             finally:
-                ended.put_back()
+                self.outside.put_back()
+                self.outside = None
                 _copy_back(now)
 
 

@@ -191,7 +191,7 @@ class Imported:
                 found: Any = getattr(module, node.target)
                 if isinstance(found, fx.GraphModule):
                     self.env[node] = found
-                elif not isinstance(found, Tensor):
+                elif isinstance(found, torch.ScriptObject):
                     where = taken_functions.line_of(next(iter(node.users)))
                     raise refusals.of_an_object(found, where)
                 else:

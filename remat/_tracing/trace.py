@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, fx
 
-from remat._errors import RematError
+from remat._errors import RematError, TraceError
 from remat._generators import streams
 from remat._graph.joint import Joint, View, view_path
 from remat._graph.meta import TensorMeta
@@ -416,11 +416,22 @@ def _views_of_returned(
             yield View(output, operand, steps, *cuts)
 
 
+def require_states(count: int, joint: Joint) -> None:
+    """Refuses a derivative of draws, of which a forward has recorded so many states, or fewer."""
+    if count != len(joint.states):
+        raise TraceError.of(
+            where="a derivative of a region",
+            what="has random numbers that a backward of the user's draws.",
+            why="A program repeats the draws of the forward, and no others.",
+            do='Draw in the forward and save what the backward reads, or use engine="rerun".',
+        )
+
+
 def with_states(joint: Joint, operands: tuple[int, ...]) -> Joint:
     """The joint graph whose draws read their generator states from these operands."""
     if not operands:
         return joint
-    assert len(operands) == len(joint.states), "the function drew another time"
+    require_states(len(operands), joint)
     given = {state: Ref(k) for state, k in zip(joint.states, operands, strict=True)}
     values = list(joint.graph.values)
     for index, value in enumerate(values):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from functorch.compile import aot_module, nop
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -495,3 +496,51 @@ def test_what_a_class_of_tensors_holds_is_moved_once(engine: str) -> None:
         z = region(other)
         z.sum().backward()
         assert_bitwise([z, other.grad], [y, x.grad])
+
+
+class _Noisy(torch.autograd.Function):
+    """A sine whose slope is scaled by draws, as surrogate gradients are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * x.cos() * torch.rand_like(x)
+
+
+def _with_draws_between(fun: Any, order: int) -> list[Tensor]:
+    """What a function of these gives, and what is drawn after it."""
+    x = seeded(5).requires_grad_()
+    torch.manual_seed(0)
+    found = [fun(x)]
+    for _ in range(order):
+        torch.rand(3)
+        found += torch.autograd.grad(found[-1].sum(), x, create_graph=True)
+    return [*found, torch.rand(2)]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("engine", "order"), [("trace", 1), ("rerun", 1), ("rerun", 2)]
+)
+def test_a_backward_that_draws_draws_when_it_runs(engine: Any, order: int) -> None:
+    """From where the generator is then, as in plain torch; when it runs again, the same."""
+
+    def fun(x: Tensor) -> Tensor:
+        return _Noisy.apply(F.dropout(x, 0.3)).exp()
+
+    region = remat(fun, engine=engine, rng="preserve")
+
+    assert_bitwise(_with_draws_between(region, order), _with_draws_between(fun, order))
+
+
+def test_a_trace_refuses_a_second_derivative_of_a_backward_that_draws() -> None:
+    """A program of it would draw other numbers."""
+    region = remat(lambda x: _Noisy.apply(x).exp(), rng="preserve")
+
+    with pytest.raises(TraceError, match=r"a backward of the user's.*engine=\"rerun\""):
+        _with_draws_between(region, 2)
