@@ -290,6 +290,8 @@ def _write_item(owner: Any, kind: str, key: Any, value: Any) -> None:
             raise LookupError("only who set a context variable can make it unset again")
         case "variable":
             owner.set(value)
+        case "hooks":
+            raise TypeError("who has registered a hook removes it")
         case "members":
             refill(owner, value)
         case "bytes":

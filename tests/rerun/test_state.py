@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from functorch.compile import aot_module, nop
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules import module
 
 from remat import (
     MutationError,
@@ -496,6 +497,42 @@ def test_what_a_class_of_tensors_holds_is_moved_once(engine: str) -> None:
         z = region(other)
         z.sum().backward()
         assert_bitwise([z, other.grad], [y, x.grad])
+
+
+def _doubled(_: Any, __: Any, *given: Any) -> Any:
+    """A hook: with the arguments by name, if it gets them, and the output."""
+    return given[-1] * 2
+
+
+@pytest.mark.contract
+@pytest.mark.filterwarnings("ignore:.*a hook for all modules")
+@pytest.mark.parametrize("with_kwargs", [False, True])
+def test_a_run_has_the_hooks_for_all_modules_of_the_first(with_kwargs: bool) -> None:
+    """Also where they are removed, or others are registered, before the backward."""
+    linear, x = nn.Linear(4, 4, dtype=torch.float64), seeded(2, 4).requires_grad_()
+
+    def gradient(fun: Any, order: int) -> Tensor:
+        first = module.register_module_forward_hook(_doubled, with_kwargs=with_kwargs)
+        found = fun(x)
+        first.remove()
+        later = module.register_module_forward_hook(_doubled)
+        try:
+            for _ in range(order):
+                (found,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+        finally:
+            later.remove()
+        return found
+
+    def fun(x: Tensor) -> Tensor:
+        return linear(linear(x).sin()).exp()
+
+    region = remat(fun, engine="rerun")
+    for order in (1, 2):
+        assert_close(gradient(region, order), gradient(fun, order))
+    with pytest.raises(
+        RecomputationError, match="hooks for all modules: changed after"
+    ):
+        gradient(remat(fun), 2)
 
 
 class _Noisy(torch.autograd.Function):
