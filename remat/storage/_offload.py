@@ -135,13 +135,6 @@ class Offload(AbstractStorage):
                 why="torch knows no device of that name.",
                 do='Pass "cpu", or an accelerator by its name and number.',
             ) from error
-        if torch.device(self.device).type == "meta":
-            raise refuse(
-                device,
-                self.device,
-                why="What is moved there has no numbers to come back.",
-                do='Pass "cpu", or an accelerator by its name and number.',
-            )
         require_type("Offload(pin=...)", self.pin, bool, wanted="True or False")
         require_count("Offload(min_bytes=...)", self.min_bytes, at_least=0)
         require_count("Offload(prefetch=...)", self.prefetch, at_least=0)

@@ -176,8 +176,6 @@ def test_wrong_types_are_refused(code: str):
 VALUE_ERRORS: dict[str, str] = {
     "Offload('nowhere')": "Offload(device=...): got 'nowhere'. torch knows no device of "
     'that name. Pass "cpu", or an accelerator by its name and number.',
-    "Offload('meta')": "Offload(device=...): got 'meta'. What is moved there has no numbers "
-    'to come back. Pass "cpu", or an accelerator by its name and number.',
     "Offload(min_bytes=-1)": "Offload(min_bytes=...): got -1. A count below 0 has no "
     "meaning here. Pass an int of at least 0.",
     "Offload(prefetch=-1)": "Offload(prefetch=...): got -1. A count below 0 has no "
