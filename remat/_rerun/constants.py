@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 
 from remat import _captures
-from remat._errors import MutationError, SavedTensorModifiedError
+from remat._errors import (
+    MutationError,
+    RecomputationError,
+    SavedTensorModifiedError,
+)
 from remat._rerun.state import NewOperandError, RunState
 from remat._torch import dtensor, levels, modes
 from remat._torch.tensors import storage_key
@@ -27,6 +31,7 @@ class Constants:
     def __init__(self, survey: _captures.Survey, operands: Sequence[Tensor]) -> None:
         known = set(map(id, operands))
         self._survey = survey
+        self._hooks = (*_captures.users_hooks(),)
         self._versions = [
             (tensor, tensor._version)
             for tensor in survey.reached
@@ -77,7 +82,17 @@ class Constants:
         self._versions = [(t, v) for t, v in self._versions if t._version == v]
 
     def require_unchanged(self, found: _WithNumbers) -> None:
-        """Refuses a run if one of them was written to since, and is not put back."""
+        """Refuses a run if one of them was written to since, and is not put back.
+
+        Or if hooks for all modules have come or gone, which modules call as they are.
+        """
+        if self._hooks != (*_captures.users_hooks(),):
+            raise RecomputationError.of(
+                where="the backward of a region",
+                what="hooks for all modules were registered or removed after the forward.",
+                why="The function runs again, and its modules would call other hooks.",
+                do="Do that after backward(), or register hooks on the modules themselves.",
+            )
         if changed := self._changed(put_back=found):
             raise SavedTensorModifiedError.of(
                 where=f"the backward of a region that reaches {changed}",

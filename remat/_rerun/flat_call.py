@@ -54,7 +54,7 @@ from remat._torch import (
     tracer,
     trees,
 )
-from remat._torch.modules import hooks_that_compute, with_hooks
+from remat._torch.modules import untracked
 from remat._torch.tensors import (
     ASK_FOR_HISTORY,
     GET_GRAD,
@@ -190,7 +190,6 @@ class _FlatCall:
         self._cast_each_time = [*map(autocast.is_cast_each_time, reach.operands)]
         # What each run is under; a backward may have a thread of its own.
         self.numerics = Numerics.current()
-        self.hooks = hooks_that_compute()
         # What the last run returned, without its tensors: each holds the graph of its run.
         self.returned: trees.Frame
         # The places of operands that got a gradient by what the first run wrote to them. All
@@ -322,7 +321,7 @@ class _FlatCall:
             self._substituted(stand_ins),
             self.numerics.applied(),
             tracer.own_parametrizations(),
-            with_hooks(self.hooks),
+            untracked(),
         ):
             yield
 

@@ -6,7 +6,7 @@ Obsolete when torch makes the hooks public; a function that says so itself has a
 # pyright: reportPrivateUsage=false
 import contextlib
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,13 +25,6 @@ _torch: Any = torch.nn.modules.module
 _HOOKS_FOR_ALL: tuple[dict[int, Any], ...] = (
     *(_torch._global_forward_pre_hooks, _torch._global_forward_hooks),
     *(_torch._global_backward_pre_hooks, _torch._global_backward_hooks),
-)
-_WITH_MARKS: tuple[dict[int, Any], ...] = (
-    *_HOOKS_FOR_ALL,
-    *(
-        _torch._global_forward_hooks_with_kwargs,
-        _torch._global_forward_hooks_always_called,
-    ),
 )
 
 
@@ -104,8 +97,8 @@ def hooks_for_all() -> dict[int, Any]:
     """
     if not any(_HOOKS_FOR_ALL):
         return {}
-    found = hooks_that_compute()[: len(_HOOKS_FOR_ALL)]
-    return {key: hook for hooks in found for key, hook in hooks.items()}
+    found = {key: hook for hooks in _HOOKS_FOR_ALL for key, hook in hooks.items()}
+    return {key: hook for key, hook in found.items() if not _is_tracking(hook)}
 
 
 def _is_tracking(hook: Any) -> bool:
@@ -113,36 +106,24 @@ def _is_tracking(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), ModuleTracker)
 
 
-def hooks_that_compute() -> list[dict[int, Any]]:
-    """The hooks for all modules, and marks of how they are called, but those `_is_tracking`.
-
-    These hook on gradients of arguments. Obsolete when `register_multi_grad_hook` takes leaves
-    under `torch.autograd.grad`.
-    """
-    return [
-        {key: hook for key, hook in hooks.items() if not _is_tracking(hook)}
-        for hooks in _WITH_MARKS
-    ]
-
-
 @contextlib.contextmanager
-def with_hooks(wanted: Sequence[dict[int, Any]]) -> Generator[None]:
-    """Runs the body with these hooks for all modules; what it registers or removes stays so."""
-    found = [dict(hooks) for hooks in _WITH_MARKS]
-    for hooks, now in zip(_WITH_MARKS, wanted, strict=True):
-        _replace(hooks, now)
+def untracked() -> Generator[None]:
+    """Runs the body without hooks that are `_is_tracking`: they hook on gradients of arguments.
+
+    Obsolete when `register_multi_grad_hook` takes leaves under `torch.autograd.grad`.
+    """
+    found = [(hooks, dict(hooks)) for hooks in _HOOKS_FOR_ALL]
+    for hooks, before in found:
+        for key in [key for key, hook in before.items() if _is_tracking(hook)]:
+            del hooks[key]
     try:
         yield
     finally:
-        for hooks, before, now in zip(_WITH_MARKS, found, wanted, strict=True):
-            kept = {k: before[k] for k in before if k in hooks or k not in now}
-            _replace(hooks, kept | {k: hooks[k] for k in hooks if k not in now})
-
-
-def _replace(hooks: dict[int, Any], now: dict[int, Any]) -> None:
-    if hooks != now:
-        hooks.clear()
-        hooks.update(now)
+        for hooks, before in found:
+            if any(map(_is_tracking, before.values())):
+                now = before | hooks
+                hooks.clear()
+                hooks.update(now)
 
 
 def second_places(kind: type) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from remat._switches.numerics import Numerics
 from remat._torch import autocast, autograd, dtensor, isolation, tracer
 from remat._torch.attributes import attributes_as
 from remat._torch.fakes import fake_mode, forget_operators, wraps_fakes
-from remat._torch.modules import converting_by, hooks_that_compute, with_hooks
+from remat._torch.modules import converting_by, untracked
 from remat._torch.sizes import OpenSizes, shape_env_of
 from remat._tracing import collectives, engines, importing, in_place_operators, refusals
 from remat._tracing.aliases import (
@@ -105,7 +105,7 @@ def trace(request: Request) -> Traced:
         engines.refused(),
         tracer.own_parametrizations(),
         tracer.parameters_seen(),
-        with_hooks(hooks_that_compute()),
+        untracked(),
         converting_by(converter),
         running.mode,
     ):
