@@ -14,12 +14,7 @@ is, the user's or a library's, and what it mentions.
 from remat._captures.bake_spots import cover
 from remat._captures.contents import code_key, hides_contents, shows_contents
 from remat._captures.covered import Covered
-from remat._captures.library import (
-    is_library_file,
-    mentions,
-    user_bases,
-    users_hooks,
-)
+from remat._captures.library import mentions, user_bases, users_hooks
 from remat._captures.places import Step, numpy_scalar, read_place, write_place
 from remat._captures.reads import Reads, recording
 from remat._captures.walk import Survey, put_back_hooked, refresh_hooked
@@ -32,7 +27,6 @@ __all__ = [
     "code_key",
     "cover",
     "hides_contents",
-    "is_library_file",
     "mentions",
     "numpy_scalar",
     "put_back_hooked",

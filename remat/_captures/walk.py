@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from remat._captures import contents, places
 from remat._captures.contents import Content
-from remat._captures.library import line_of_name, mentions
+from remat._captures.library import line_of_name, mentions, users_hooks
 from remat._captures.places import MISSING, Label, Step, is_simple
 from remat._errors import RecomputationError
 from remat._torch.modules import made_by_hooks, refresh_second_places
@@ -92,6 +92,11 @@ class Survey:
         """Whether the tensor of this id is registered as a buffer of some module."""
         nodes = self.tensors.get(identity, ())
         return any(node.step[0] == "buffer" for node in nodes)
+
+    def hooks(self) -> tuple[int, ...]:
+        """The registrations of hooks for all modules; none if no module is reached to call them."""
+        calls = any(isinstance(node.value, nn.Module) for node in self.nodes.values())
+        return (*users_hooks(),) if calls else ()
 
     def line_of(self, name: str) -> str:
         """The first "file.py:line" of the user's code that mentions a name; "" if none does."""

@@ -31,7 +31,7 @@ class Constants:
     def __init__(self, survey: _captures.Survey, operands: Sequence[Tensor]) -> None:
         known = set(map(id, operands))
         self._survey = survey
-        self._hooks = (*_captures.users_hooks(),)
+        self._hooks = survey.hooks()
         self._versions = [
             (tensor, tensor._version)
             for tensor in survey.reached
@@ -86,7 +86,7 @@ class Constants:
 
         Or if hooks for all modules have come or gone, which modules call as they are.
         """
-        if self._hooks != (*_captures.users_hooks(),):
+        if self._hooks != self._survey.hooks():
             raise RecomputationError.of(
                 where="the backward of a region",
                 what="hooks for all modules were registered or removed after the forward.",

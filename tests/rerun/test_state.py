@@ -523,6 +523,16 @@ def test_hooks_for_all_modules_may_not_change_before_a_backward(
         derive()
 
 
+def test_hooks_for_all_modules_may_change_where_there_is_no_module() -> None:
+    """Nothing that runs again calls them."""
+    x = seeded(4).requires_grad_()
+    handle = module.register_module_forward_hook(lambda *_: None)
+    found = remat(torch.sin, engine="rerun")(x)
+    handle.remove()
+
+    assert_bitwise(torch.autograd.grad(found.sum(), x)[0], x.cos())
+
+
 class _Noisy(torch.autograd.Function):
     """A sine whose slope is scaled by draws, as surrogate gradients are."""
 
