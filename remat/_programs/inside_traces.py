@@ -155,10 +155,16 @@ def _stream_around(value: Value) -> str | None:
 def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs a draw in the outer trace, in place where the user's was."""
     assert value.op is not None
-    in_place = operators.IN_PLACE_OF.get(value.op)
-    if in_place is None or not _is_in_place(value, args[0]):
-        return value.op(*args, **kwargs)
-    return in_place(torch.empty_like(args[0]), *args[1:], **kwargs)
+    # Such a map repeats the draw, and for some has rules that give other numbers.
+    with levels.outside_maps(
+        [each for each in args if isinstance(each, Tensor)]
+    ) as found:
+        below = iter(found)
+        args = [next(below) if isinstance(each, Tensor) else each for each in args]
+        in_place = operators.IN_PLACE_OF.get(value.op)
+        if in_place is None or not _is_in_place(value, args[0]):
+            return value.op(*args, **kwargs)
+        return in_place(torch.empty_like(args[0]), *args[1:], **kwargs)
 
 
 def _is_in_place(value: Value, like: Tensor) -> bool:

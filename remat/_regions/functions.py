@@ -181,17 +181,20 @@ def pullback(
     """
 
     def gradients(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        operands = list(tensors[: pull.num_operands])
+        operands = tensors[: pull.num_operands]
         cotangents = tensors[len(tensors) - len(pull.outputs) :]
 
         def outputs(*wanted: Tensor) -> tuple[Tensor, ...]:
             given = _at_this_level(operands, pull.wanted, wanted, pull.tracked)
             return _chosen_outputs(function(given), pull.outputs)
 
-        wanted = [operands[index] for index in pull.wanted]
         if levels.interpreter_is_active():
-            pull_back = torch.func.vjp(outputs, *wanted)[1]
+            # A map of cotangents alone is none of the function, which draws as it did before.
+            with levels.outside_maps(operands) as operands:
+                wanted = (operands[index] for index in pull.wanted)
+                pull_back = torch.func.vjp(outputs, *wanted)[1]
             return pull_back(tuple(cotangents))
+        wanted = [operands[index] for index in pull.wanted]
         # Unlike torch.func.vjp this takes users' autograd.Functions of the older form.
         pairs = zip(outputs(*wanted), cotangents, strict=True)
         differentiable = [pair for pair in pairs if pair[0].requires_grad]

@@ -83,6 +83,23 @@ def lowered(interpreter: Any) -> Generator[None]:
         yield
 
 
+@contextlib.contextmanager
+def outside_maps(tensors: Sequence[Tensor]) -> Generator[tuple[Tensor, ...]]:
+    """Runs the body outside the innermost maps that map none of the tensors, which it gets.
+
+    Not outside one that draws for each of its examples.
+    """
+    active = current_interpreter()
+    below = tuple(tensors)
+    if active and active[0] == "vmap" and active[1].randomness() == "same":
+        below, dims = unwrap_batched(below, active[1].level())
+        if all(dim is None for dim in dims):
+            with active[1].lower(), outside_maps(below) as found:
+                yield found
+            return
+    yield tuple(tensors)
+
+
 def all_wrapped_at(tensors: Sequence[Tensor], level: int) -> tuple[Tensor, ...]:
     """The tensors as a grad or jvp level sees them; those that it has wrapped stay."""
     return tuple(

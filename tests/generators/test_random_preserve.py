@@ -22,6 +22,7 @@ from tests.support import (
     FakeDevice,
     assert_bitwise,
     assert_close,
+    count_operators,
     default_generator,
     seeded,
 )
@@ -443,6 +444,25 @@ def test_a_vmap_after_the_draw_repeats_it(randomness: str, engine: str) -> None:
     )
 
     assert_close(found, expected)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_a_map_of_cotangents_draws_by_the_kernel_of_the_forward(
+    randomness: str, engine: str
+) -> None:
+    """Dropout is one on accelerators. vmap's rule for it calls others, which draw other numbers."""
+
+    def fun(x: Tensor) -> Tensor:
+        return torch.native_dropout(x.sin() * x.sum(), 0.5, True)[0]
+
+    region = remat(fun, rng="preserve", engine=engine)
+
+    seen = count_operators(_repeated, region, randomness)
+
+    assert seen["aten.native_dropout"] > 4
+    assert not seen["aten.bernoulli_"]
 
 
 @pytest.mark.contract
