@@ -17,7 +17,7 @@ from remat._errors import MutationError, ScheduleError, refusal, require_type, s
 from remat._graph.meta import TensorMeta
 from remat._torch import dynamo, trees
 from remat.layers import _run_stack, _unrolled
-from remat.layers._links import Link, laid_densely, stand_ins
+from remat.layers._links import Link, laid_densely, link_of, stand_ins
 from remat.layers._stack import Stack
 from remat.policies import everything_saveable
 from remat.schedules import AbstractSchedule, Stage
@@ -202,7 +202,7 @@ def _trace_chain(
     def add(region: AnyStage, around: _Around) -> _Around:
         nonlocal metas
         args = (around(stand_ins(metas)),)
-        link, entry = _run_stack.link_of(region, args, len(metas), captured)
+        link, entry = link_of(region, args, len(metas), captured)
         returned = link.returned()
         metas = [meta.of_result() for meta in returned]
         links.append(link)

@@ -13,6 +13,9 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
+from remat._calls.decorated import DecoratedFunction, RematModule
+from remat._calls.entry import Entry
+from remat._errors import ImplicitRandomnessError, MutationError, SideEffectError
 from remat._graph.meta import TensorMeta, layout_of
 from remat._regions.forwards import Forward, make_views
 from remat._regions.functions import Pull, Roots, pullback
@@ -298,6 +301,56 @@ class Link:
 #: What the region's function returns, new values of operands, and what is saved.
 _Ran = tuple[Sequence[Tensor | None], Sequence[Tensor], Sequence[Tensor]]
 _Way = Callable[[Sequence[Tensor]], _Ran]
+
+
+def link_of(
+    region: DecoratedFunction[..., Any] | RematModule,
+    args: tuple[Any, ...],
+    num_state: int,
+    captured: dict[Tensor, int],
+) -> tuple[Link, Entry]:
+    """A stage that can run several times, traced for arguments like these (or fake ones).
+
+    `captured` has the place of each tensor that a stage of the stack captures; new ones
+    come last.
+    """
+    where = f"a stage of a scheduled stack, {region!r}"
+    try:
+        entry, site, found = region.entry_of(args, {})
+    except ImplicitRandomnessError as error:
+        raise _stage_draws(where) from error
+    if entry.region.num_draws:
+        raise _stage_draws(where)
+    if entry.hooked:
+        raise SideEffectError.of(
+            where=where,
+            what="has a weight that a hook makes at each call, such as that of "
+            "torch.nn.utils.spectral_norm.",
+            why="A schedule runs a stage several times, and out of order.",
+            do="Use torch.nn.utils.parametrizations, or leave the schedule out.",
+        )
+    places = tuple([captured.setdefault(each, len(captured)) for each in found])
+    own = len(entry.labels) - len(places)
+    if entry.changed or any(index < own for index in entry.written):
+        raise MutationError.of(
+            where=where,
+            what="changes its argument in place.",
+            why="A schedule runs a stage several times, from the same input.",
+            do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
+        )
+    written = tuple(places[index - own] for index in entry.written)
+    link = Link(entry.region, site.roots, entry.labels, num_state, places, written)
+    return link, entry
+
+
+def _stage_draws(where: str) -> ImplicitRandomnessError:
+    return ImplicitRandomnessError.of(
+        where=where,
+        what="draws from a generator.",
+        why="A schedule runs a stage several times, and out of order.",
+        do="Draw from keys (remat.random), or leave the schedule out: a chain of "
+        'groups of layers ("Layers that draw" in docs/stacks.md) holds as little.',
+    )
 
 
 @final

@@ -25,7 +25,7 @@ from remat._torch import dynamo, guards, trees
 from remat._tracing.thread import is_lifting
 from remat._user_lines import warn
 from remat.layers import _run_stack, _unrolled
-from remat.layers._links import laid_densely, relaid, resolved, stand_ins
+from remat.layers._links import laid_densely, link_of, relaid, resolved, stand_ins
 from remat.layers._stack import Stack, slices_of, stacked_rows
 from remat.policies import everything_saveable
 from remat.schedules import AbstractSchedule
@@ -224,7 +224,7 @@ class _Scan(NamedTuple):
     ) -> tuple[Any, Any]:
         captured: dict[Tensor, int] = {}
         count = len(self.carry)
-        link, entry = _run_stack.link_of(region, self._stand_ins(), count, captured)
+        link, entry = link_of(region, self._stand_ins(), count, captured)
         tensors = [*self.carry, *self.scanned, *captured]
         returned = link.returned()
         stages = (_run_stack.stage_of(link, returned[:count]),) * self.length

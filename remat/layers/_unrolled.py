@@ -73,7 +73,7 @@ def is_region(f: object) -> bool:
 
 
 def call(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function as a region in a graph."""
+    """Calls a layer or a step, as a region, where torch.compile traces a stack."""
     kind = _OF_MODULES if is_of_module(f) else _OF_FUNCTIONS
     name = f.__name__ if isinstance(f, types.FunctionType) else type(f).__name__
     return torch_compile.call(kind, f, args, kwargs, name)
