@@ -264,7 +264,7 @@ def _run_under_vmap(
     if is_repeated or level >= call.drawn_below:
         # Nothing new is drawn: the draws repeat those made outside this level.
         randomness = "same"
-    draws_apart = randomness != "same" and region.num_draws > 0
+    draws_apart = randomness != "same" and (region.num_draws > 0 or region.states)
     is_tracked = save
     is_wanted = any(map(levels.requires_grad_anywhere, tensors))
     if is_wanted or levels.is_pushed_below():

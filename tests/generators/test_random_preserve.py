@@ -491,3 +491,25 @@ def test_what_no_example_has_for_itself(randomness: Any, fun: Any, engine: str) 
             gradient(region)
     else:
         assert_close(gradient(region), gradient(fun))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_a_cotangent_that_no_example_has_for_itself(
+    randomness: str, engine: Any
+) -> None:
+    """The masks are each example's own in its backward too, where nothing else is mapped."""
+    x, cotangent = seeded(4), seeded(4, seed=1)
+
+    def gradients(fun: Any) -> Tensor:
+        torch.manual_seed(0)
+
+        def pulled(weight: Tensor) -> Tensor:
+            return torch.func.vjp(fun, x)[1](cotangent)[0] * weight
+
+        return torch.func.vmap(pulled, randomness=randomness)(seeded(3, seed=2))
+
+    region = remat(in_the_middle, rng="preserve", engine=engine)
+
+    assert_close(gradients(region), gradients(in_the_middle))
