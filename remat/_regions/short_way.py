@@ -67,6 +67,8 @@ def _run_at(
             if program is None:
                 return None
             quiet, mapped = program.quiet, (vmap.level(), program.out_dims)
+        elif call.region.num_draws or call.region.states:
+            return None  # each example may draw for itself
     with levels.enable_single_level():
         return _apply(_Run(call, level, quiet, below, mapped), *wrapped)
 
