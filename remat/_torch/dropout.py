@@ -26,12 +26,14 @@ def drawn_alike(func: Any) -> Any:
 
 def _mask(like: Tensor, p: float) -> Tensor:
     """What to keep, drawn in the order in which a tensor lies in memory."""
-    mask = torch.empty_like(like)
-    if levels.draws_in_place(mask):
-        return mask.bernoulli_(1 - p)
-    order = sorted(range(mask.dim()), key=mask.stride, reverse=True)
-    back = [order.index(dim) for dim in range(mask.dim())]
-    return torch.bernoulli(mask.permute(order), 1 - p).permute(back)
+    if levels.draws_in_place(like):
+        return torch.empty_like(like).bernoulli_(1 - p)
+    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    back = [order.index(dim) for dim in range(like.dim())]
+    # Of what no map maps yet each draws as its randomness says.
+    sizes = [like.shape[dim] for dim in order]
+    mask = torch.empty(sizes, dtype=like.dtype, device=like.device)
+    return torch.bernoulli(mask, 1 - p).permute(back)
 
 
 def _draws(tensor: Tensor, p: float, training: bool) -> bool:

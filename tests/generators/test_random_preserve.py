@@ -521,3 +521,20 @@ def test_gradients_of_what_no_example_has_for_itself(
 
     for _ in range(2):
         assert_close(gradients(region), gradients(in_the_middle))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("inner", ["same", "different"])
+@pytest.mark.parametrize("outer", ["same", "different"])
+def test_a_map_of_a_map(outer: str, inner: str, engine: Any) -> None:
+    """Each says of its own examples whether they share a draw."""
+
+    def gradient(fun: Any) -> Tensor:
+        over = torch.func.vmap(torch.func.vmap(fun, randomness=inner), randomness=outer)
+        torch.manual_seed(0)
+        return torch.func.grad(lambda x: over(x).sin().sum())(seeded(2, 3, 4))
+
+    region = remat(in_the_middle, rng="preserve", engine=engine)
+
+    assert_close(gradient(region), gradient(in_the_middle))
