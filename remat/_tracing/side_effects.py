@@ -66,15 +66,18 @@ def require_nothing_left(
     fakes: Sequence[weakref.ref[Tensor]], statics: Sequence[object], where: str
 ) -> None:
     """Refuses a function that left a tensor of the trace where it outlives the trace."""
-    leaked = next(iter(_left_behind(fakes)), None)
-    if leaked is None:
+    left = _left_behind(fakes)
+    if not left:
         return
-    holders = [*_holders_of([leaked])]
     with modes.unseen_by_traces():
         for returned in statics:
-            if any(each is returned for each in holders):
-                raise _returned_inside(leaked, returned, where)
-        raise _left_tensor_error(leaked, where)
+            # The walk goes through objects in objects; referrers show what it does not enter.
+            reached = Survey((returned,)).tensors
+            for tensor in left:
+                holders = _holders_of([tensor])
+                if id(tensor) in reached or any(each is returned for each in holders):
+                    raise _returned_inside(tensor, returned, where)
+        raise _left_tensor_error(left[0], where)
 
 
 def require_all_returned(

@@ -351,6 +351,7 @@ RETURNED: dict[str, Callable[[Tensor], Any]] = {
     "a dataclass": Unregistered,
     "an object": lambda t: SimpleNamespace(hidden=[t]),
     "beside a tensor": lambda t: (t, Unregistered(t.cos())),
+    "an object in an object": lambda t: SimpleNamespace(inner=Unregistered(t)),
 }
 
 
