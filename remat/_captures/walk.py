@@ -168,6 +168,7 @@ class Survey:
                     continue
             label = node.label.then(node.value, step)
             was, became = map(places.value_in_words, (before, after))
+            became = "another" if was == became else became
             return f"{label} was {was} and became {became}"
         return None
 

@@ -353,6 +353,10 @@ class TestChanges:
             ),
             (lambda b: delattr(b, "bias"), "self.bias was None and became not there"),
             (
+                lambda b: setattr(b, "sizes", [9]),
+                "self.sizes was an object of type list and became another",
+            ),
+            (
                 lambda b: b.mean.__class__ and b.register_buffer("more", torch.ones(1)),
                 "self.more was not there and became an object of type Tensor",
             ),
