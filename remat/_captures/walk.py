@@ -114,6 +114,11 @@ class Survey:
             self.names |= names
             self._walk()
 
+    def follow_counts(self) -> None:
+        """Goes on to numbers and the like that are set on tensors: a library's hooks count there."""
+        held = [pair for t in self.reached for pair in places.attributes(t).items()]
+        self.follow({name for name, value in held if is_simple(value)})
+
     def _walk(self) -> None:
         self._pending = deque([self.roots])
         while self._pending:

@@ -139,6 +139,7 @@ class _Reached:
         self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         self.survey = _captures.Survey((fun, args, dict(kwargs)))
+        self.survey.follow_counts()
         # A copy of each container: the caller may change its own before the backward.
         self.arguments = trees.map_tensors(lambda each: each, (args, dict(kwargs)))
         tensors = trees.tensor_leaves(self.arguments)
