@@ -189,9 +189,15 @@ class Survey:
                 places.write_place(node.value, step, before)
         self._refresh()
 
-    def restore(self, numbers: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        """Puts back, in place, all reached state that has changed."""
+    def restore(
+        self,
+        numbers: Iterable[tuple[Tensor, Tensor]] = (),
+        but: frozenset[int] = frozenset(),
+    ) -> None:
+        """Puts back, in place, all reached state that has changed, except tensors of these ids."""
         for node, step, before, _ in [*self._differences()]:
+            if step[0] == "referent" or id(before) in but:
+                continue
             if step[0] in places.ITEMS:
                 _refill(node)
             elif before is not places.Unset.UNSET:
@@ -241,6 +247,8 @@ class Survey:
                         do="Change it after backward(), or pass the tensor as an argument.",
                     ) from error
                 undo.callback(places.write_place, owner, step, after)
+            # What is changed inside, too, where the current state is that of the survey.
+            undo.callback(self.restore, but=left)
             yield
 
     def _differences(self) -> Iterator[tuple[Node, Step, object, object]]:

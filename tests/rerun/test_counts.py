@@ -70,3 +70,21 @@ def test_a_count_that_a_librarys_hooks_keep_on_a_parameter_is_kept_once(
         return [layer.weight.of_examples, layer.weight.grad]
 
     assert_bitwise(of("rerun"), of(None))
+
+
+@pytest.mark.contract
+def test_a_second_backward_takes_back_what_it_counts(library: Any) -> None:
+    """It begins at the forward's state, which the first backward has brought about again."""
+
+    def of(engine: Any) -> list[Any]:
+        block, layer = watched(library, engine)
+        loss = block(seeded(3, 4)).sum()
+        loss.backward(retain_graph=True)
+        layer.is_watched = False
+        loss.backward()
+        return [layer.weight.of_examples, layer.weight.open_calls, len(layer.inputs)]
+
+    found, plain = of("rerun"), of(None)
+
+    assert_bitwise(found[0], plain[0])
+    assert found[1:] == plain[1:] == [0, 0]
