@@ -92,13 +92,16 @@ class DecoratedFunction(Generic[_P, _R]):
                 return self.of_copy(through, args[0])(through, *args[1:], **kwargs)
         cache = self._known
         routes = cache.routes
-        for route in routes:
-            returned = route.run(self._fun, args, kwargs)
-            if returned is not MISSED:
-                cache.hits += 1
-                if route is not routes[0]:
-                    cache.prefer_route(route)
-                return returned
+        try:
+            for route in routes:
+                returned = route.run(self._fun, args, kwargs)
+                if returned is not MISSED:
+                    cache.hits += 1
+                    if route is not routes[0]:
+                        cache.prefer_route(route)
+                    return returned
+        except RematError as refused:
+            return self._call_instead(refused, args, kwargs)
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -117,16 +120,23 @@ class DecoratedFunction(Generic[_P, _R]):
         try:
             return self._call_traced(site)
         except RematError as refused:
-            # In a trace, the one around is refused with it.
-            is_auto = self.settings.engine == "auto" and not is_running()
-            if is_auto and isinstance(refused, LazyModuleError):
-                self._cache.warn_of_first_call()
-                return self._fun(*args, **kwargs)
-            if not (is_auto and advises_rerun(refused)):
-                raise
-            returned = flat_call.call(self._fun, args, kwargs, self._rng)
-            self._cache.rerun_from_now_on(site, refused)
-            return returned
+            return self._call_instead(refused, args, kwargs)
+
+    def _call_instead(
+        self, refused: RematError, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Makes a call whose trace is refused without one, where the engine says so."""
+        # In a trace, the one around is refused with it.
+        is_auto = self.settings.engine == "auto" and not is_running()
+        if is_auto and isinstance(refused, LazyModuleError):
+            self._cache.warn_of_first_call()
+            return self._fun(*args, **kwargs)
+        if not (is_auto and advises_rerun(refused)):
+            raise refused
+        site = call_site(self._fun, args, kwargs, self.settings.statics)
+        returned = flat_call.call(self._fun, args, kwargs, self._rng)
+        self._cache.rerun_from_now_on(site, refused)
+        return returned
 
     def of_copy(self, module: object, original: object) -> Callable[..., Any]:
         """The region of a copy of a module: around the forward of its class, if this is one's."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat._errors import TraceError
 from remat._generators import compiled_draws, device_states, streams
 from remat._graph import operators
 from remat._graph.meta import TensorMeta, device_of, metas_in
@@ -26,6 +27,8 @@ from remat._graph.values import (
 from remat._programs import by_places
 from remat._torch import levels, modes, schemas, tracer
 from remat._tracing import importing, naming, refusals
+
+_aten = torch.ops.aten
 
 
 def interpret(graph: Graph, inputs: Sequence[Tensor]) -> list[Any]:
@@ -159,12 +162,28 @@ def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     with levels.outside_maps(
         [each for each in args if isinstance(each, Tensor)]
     ) as found:
+        _require_one_operator(value)
         below = iter(found)
         args = [next(below) if isinstance(each, Tensor) else each for each in args]
         in_place = operators.IN_PLACE_OF.get(value.op)
         if in_place is None or not _is_in_place(value, args[0]):
             return value.op(*args, **kwargs)
         return in_place(torch.empty_like(args[0]), *args[1:], **kwargs)
+
+
+def _require_one_operator(value: Value) -> None:
+    """Refuses a draw that vmap makes several: one state cannot repeat them."""
+    if (
+        getattr(value.op, "overloadpacket", None) is _aten.randperm
+        and levels.is_mapped()
+    ):
+        raise TraceError.of(
+            where=value.source or "a region",
+            what='calls torch.randperm under vmap(randomness="different").',
+            why="vmap draws for each example by an operator of its own.",
+            do="Sort random numbers instead (torch.rand(n).argsort()), or use "
+            'engine="rerun".',
+        )
 
 
 def _is_in_place(value: Value, like: Tensor) -> bool:
@@ -179,9 +198,6 @@ def _is_in_place(value: Value, like: Tensor) -> bool:
         return True
     _, (dim,) = levels.unwrap_batched([like], active[1].level())
     return value.in_place and dim is not None
-
-
-_aten = torch.ops.aten
 
 
 def _index_fill(tensor: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:

@@ -421,9 +421,11 @@ def require_states(count: int, joint: Joint) -> None:
     if count != len(joint.states):
         raise TraceError.of(
             where="a derivative of a region",
-            what="has random numbers that a backward of the user's draws.",
+            what="has random numbers that a backward of the user's draws, or torch.randperm for "
+            "each example of a vmap.",
             why="A program repeats the draws of the forward, and no others.",
-            do='Draw in the forward and save what the backward reads, or use engine="rerun".',
+            do="Draw in the forward and save what the backward reads (sort random numbers for "
+            'a permutation), or use engine="rerun".',
         )
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import RematError, checkpoint_name, policies, remat
+from remat import RematError, TraceError, checkpoint_name, policies, remat
 from remat._generators import device_states
 from remat._graph.meta import TensorMeta
 from remat._rerun.state import RunState
@@ -538,3 +538,39 @@ def test_a_map_of_a_map(outer: str, inner: str, engine: Any) -> None:
     region = remat(in_the_middle, rng="preserve", engine=engine)
 
     assert_close(gradient(region), gradient(in_the_middle))
+
+
+def shuffled(x: Tensor) -> Tensor:
+    return (torch.randperm(4) * x.sin()).sum()
+
+
+@pytest.mark.contract
+def test_a_permutation_for_each_example_is_refused() -> None:
+    """vmap makes it several draws, of which one state repeats the first."""
+    gradients = torch.func.vmap(
+        torch.func.grad(remat(shuffled, rng="preserve")), randomness="different"
+    )
+
+    with pytest.raises(
+        TraceError, match=r"randperm under vmap.* Sort random numbers instead"
+    ):
+        gradients(seeded(3, 4))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_derivative_that_a_trace_refuses_runs_again(calls: int) -> None:
+    """Also that of a later call, whose trace is known and which is alike."""
+    x, region = seeded(4), remat(shuffled, rng="preserve", engine="auto")
+
+    def gradients(fun: Any) -> Tensor:
+        torch.manual_seed(0)
+        return torch.func.vmap(
+            lambda weight: torch.func.grad(fun)(x) * weight, randomness="different"
+        )(seeded(3, seed=1))
+
+    for _ in range(calls):
+        torch.func.grad(region)(x)
+
+    assert_bitwise(gradients(region), gradients(shuffled))
+    assert_bitwise(gradients(region), gradients(shuffled))
