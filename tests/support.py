@@ -5,7 +5,10 @@ The functions that the laws are tried on stand in `tests/functions.py`.
 """
 
 import contextlib
+import importlib
 import itertools
+import sys
+import textwrap
 import weakref
 from collections import Counter
 from collections.abc import (
@@ -16,6 +19,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +42,19 @@ ALIASING = frozenset(f"aten.{name}" for name in _ALIASES.split(" "))
 #: Products of matrices and vectors.
 _PRODUCTS = "mm bmm addmm baddbmm dot mv addmv"
 PRODUCTS = frozenset(f"aten.{name}" for name in _PRODUCTS.split(" "))
+
+
+@contextlib.contextmanager
+def installed(
+    name: str, source: str, place: Path, patch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    """A module where packages are installed: what a function reaches is not followed there."""
+    folder = place / "site-packages"
+    folder.mkdir()
+    (folder / f"{name}.py").write_text(textwrap.dedent(source))
+    patch.syspath_prepend(folder)
+    yield importlib.import_module(name)
+    del sys.modules[name]
 
 
 def swept(cases: Iterable[Any]) -> list[Any]:

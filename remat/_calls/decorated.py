@@ -101,7 +101,8 @@ class DecoratedFunction(Generic[_P, _R]):
                         cache.prefer_route(route)
                     return returned
         except RematError as refused:
-            return self._call_instead(refused, args, kwargs)
+            site = call_site(self._fun, args, kwargs, self.settings.statics)
+            return self._call_instead(refused, site)
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -120,21 +121,18 @@ class DecoratedFunction(Generic[_P, _R]):
         try:
             return self._call_traced(site)
         except RematError as refused:
-            return self._call_instead(refused, args, kwargs)
+            return self._call_instead(refused, site)
 
-    def _call_instead(
-        self, refused: RematError, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _call_instead(self, refused: RematError, site: CallSite) -> Any:
         """Makes a call whose trace is refused without one, where the engine says so."""
         # In a trace, the one around is refused with it.
         is_auto = self.settings.engine == "auto" and not is_running()
         if is_auto and isinstance(refused, LazyModuleError):
             self._cache.warn_of_first_call()
-            return self._fun(*args, **kwargs)
+            return self._fun(*site.args, **site.kwargs)
         if not (is_auto and advises_rerun(refused)):
             raise refused
-        site = call_site(self._fun, args, kwargs, self.settings.statics)
-        returned = flat_call.call(self._fun, args, kwargs, self._rng)
+        returned = flat_call.call(self._fun, site.args, site.kwargs, self._rng)
         self._cache.rerun_from_now_on(site, refused)
         return returned
 

@@ -4,8 +4,8 @@ Before a trace, a `Survey` (`walk`) goes through what the roots reach: roots[0] 
 callable, the others are objects among its arguments. While the trace runs, `recording` (`reads`)
 notes which attributes are read, by watching them. After it, `cover` (`bake_spots`) bakes both into
 a `Covered` (`covered`), whose generated code for *any* roots of the same code fetches the captured
-tensors anew and checks that the covered state is what it was; docs/limits.md says what that is, and what is
-never checked. An attribute that was not read is not covered: equal layers that differ in
+tensors anew and checks that the covered state is what it was; docs/limits.md says what that is, and
+what is never checked. An attribute that was not read is not covered: equal layers that differ in
 `layer_idx` share a trace. `contents`: the values at an object's places, by its sort; `places`: one
 step to a value (read, written, refilled, named), simple values compared; `library`: whose code it
 is, the user's or a library's, and what it mentions.

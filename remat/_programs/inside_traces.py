@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from remat._errors import TraceError
 from remat._generators import compiled_draws, device_states, streams
@@ -78,6 +78,8 @@ def _run_inside_trace(
     else:
         op = by_places.replaced(value, values, is_mapped=levels.is_mapped())
         out = _of_its_dtype(value, values, _run(op, args, dict(kwargs)))
+    if operators.draws(value):
+        _require_one_draw(value, [*traced.nodes][before:])
     note = importing.Note(
         value.source,
         value.function,
@@ -162,7 +164,6 @@ def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     with levels.outside_maps(
         [each for each in args if isinstance(each, Tensor)]
     ) as found:
-        _require_one_operator(value)
         below = iter(found)
         args = [next(below) if isinstance(each, Tensor) else each for each in args]
         in_place = operators.IN_PLACE_OF.get(value.op)
@@ -171,18 +172,15 @@ def _draw(value: Value, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return in_place(torch.empty_like(args[0]), *args[1:], **kwargs)
 
 
-def _require_one_operator(value: Value) -> None:
-    """Refuses a draw that vmap makes several: one state cannot repeat them."""
-    if (
-        getattr(value.op, "overloadpacket", None) is _aten.randperm
-        and levels.is_mapped()
-    ):
+def _require_one_draw(value: Value, made: Sequence[fx.Node]) -> None:
+    """Refuses a draw that vmap makes several, as `randperm`: one state repeats the first alone."""
+    if sum(node.target is value.op for node in made) > 1:
         raise TraceError.of(
-            where=value.source or "a region",
-            what='calls torch.randperm under vmap(randomness="different").',
-            why="vmap draws for each example by an operator of its own.",
-            do="Sort random numbers instead (torch.rand(n).argsort()), or use "
-            'engine="rerun".',
+            where=f"{value.op} at {value.source}",
+            what='draws under vmap(randomness="different") by an operator for each example.',
+            why="A program repeats a draw from one state.",
+            do="Draw by an operator that vmap maps (for a permutation torch.rand(n).argsort()), "
+            'or use engine="rerun".',
         )
 
 

@@ -43,7 +43,8 @@ def _draws(tensor: Tensor, p: float, training: bool) -> bool:
 def _dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    # Into a new tensor accelerators drop by one kernel, with transforms and without.
+    # Into a new tensor accelerators drop by one kernel. Where vmap has others for it, a draw is
+    # repeated outside of that map (`levels.outside_maps`).
     is_kernel = input.device.type not in ("cpu", "mps") and not inplace
     if is_kernel or not _draws(input, p, training):
         return F.dropout(input, p, training, inplace)

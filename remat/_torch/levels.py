@@ -90,9 +90,8 @@ def outside_maps(tensors: Sequence[Tensor]) -> Generator[tuple[Tensor, ...]]:
     Not outside one that draws for each of its examples.
     """
     active = current_interpreter()
-    below = tuple(tensors)
     if active and active[0] == "vmap" and active[1].randomness() == "same":
-        below, dims = unwrap_batched(below, active[1].level())
+        below, dims = unwrap_batched(tensors, active[1].level())
         if all(dim is None for dim in dims):
             with active[1].lower(), outside_maps(below) as found:
                 yield found

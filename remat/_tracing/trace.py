@@ -421,11 +421,11 @@ def require_states(count: int, joint: Joint) -> None:
     if count != len(joint.states):
         raise TraceError.of(
             where="a derivative of a region",
-            what="has random numbers that a backward of the user's draws, or torch.randperm for "
-            "each example of a vmap.",
+            what="has random numbers that a backward of the user's draws, or that vmap draws by an "
+            "operator for each example, as torch.randperm.",
             why="A program repeats the draws of the forward, and no others.",
-            do="Draw in the forward and save what the backward reads (sort random numbers for "
-            'a permutation), or use engine="rerun".',
+            do="Draw in the forward and save what the backward reads (a permutation by "
+            'torch.rand(n).argsort()), or use engine="rerun".',
         )
 
 

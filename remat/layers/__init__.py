@@ -3,8 +3,9 @@
 In come functions, a state and a schedule, or a pattern; out comes the last state, or the tiles'
 results put together. Reads `_regions`, `schedules`. `_scan`: its carry, `xs` and step checked,
 numbers as tensors; `_chain`: functions in a row; `_links`: one stage, traced (`link_of`), and a pass
-that runs stages: stand-ins without data, strides, gradients pulled back and added; `_stack`: links in a row,
-mapped, and which tensors go where; `_run_stack`: runs one by a schedule: a stage's cost, actions; `_executor`: carries those out, with states, records, rows and sums of gradients;
+that runs stages: stand-ins without data, strides, gradients pulled back and added; `_stack`: links
+in a row, mapped, and which tensors go where; `_run_stack`: runs one by a schedule: a stage's cost,
+actions; `_executor`: carries those out, with states, records, rows and sums of gradients;
 `_scheduled`: the region around, from its forward's sweep on; `_unrolled`: for torch.compile.
 `_tiled`: a function run tile by tile; `_tiles`: which dimensions are cut, the arguments as tiles;
 `_independence`: whether a function mixes the axis, by traces of two lengths; `_axis_rules`: what a

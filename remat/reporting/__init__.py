@@ -1,8 +1,8 @@
 """Shows what regions hold: before a step, during it, and when memory runs out.
 
 In come a function and its arguments; out come the records of a step. `_measure` runs and watches
-one, `_show` shows records, `_demo` trains a model. `_make_report`: `report`, from what each node of the graph holds; `_report`:
-what it returns; `_records`: its parts, and JSON; `_saved_residuals`: before a step runs, also of a
+one, `_show` shows records, `_demo` trains a model. `_make_report`: `report`, from
+what each node of the graph holds; `_report`: what it returns; `_records`: its parts, and JSON; `_saved_residuals`: before a step runs, also of a
 plain function, as autograd would; `_named_values`: values with a name, and recomputed;
 `_checklist`: its checks, gradients' gaps, the memory of a device and the largest batch for it;
 `_compare`: policies; `_arguments`: those of a command, as tensors and targets.

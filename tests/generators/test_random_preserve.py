@@ -544,15 +544,36 @@ def shuffled(x: Tensor) -> Tensor:
     return (torch.randperm(4) * x.sin()).sum()
 
 
+@torch.library.custom_op(
+    "tests_random::noise",
+    mutates_args=(),
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+def noise_of(x: Tensor) -> Tensor:
+    """vmap has no rule for it."""
+    return torch.rand_like(x)
+
+
+@noise_of.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def noisy(x: Tensor) -> Tensor:
+    return (torch.ops.tests_random.noise(x.detach()) * x.sin()).sum()
+
+
 @pytest.mark.contract
-def test_a_permutation_for_each_example_is_refused() -> None:
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(("fun", "name"), [(shuffled, "randperm"), (noisy, "noise")])
+def test_an_operator_for_each_example_is_refused(fun: Any, name: str) -> None:
     """vmap makes it several draws, of which one state repeats the first."""
-    gradients = torch.func.vmap(
-        torch.func.grad(remat(shuffled, rng="preserve")), randomness="different"
+    gradients: Any = torch.func.vmap(
+        torch.func.grad(remat(fun, rng="preserve")), randomness="different"
     )
 
     with pytest.raises(
-        TraceError, match=r"randperm under vmap.* Sort random numbers instead"
+        TraceError, match=rf"{name}.* at .*by an operator for each example.*argsort"
     ):
         gradients(seeded(3, 4))
 

@@ -1,8 +1,5 @@
 """`engine="rerun"`: what hooks count, on modules and on parameters, is counted once."""
 
-import importlib
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import modules
-from tests.support import assert_bitwise, seeded
+from tests.support import assert_bitwise, installed, seeded
 
 # Gradients of each example, as opacus takes them: kept when all calls have had their backward.
 SOURCE = """
@@ -40,12 +37,8 @@ def note(layer, args, out):
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A package where packages are installed: the walk does not read its code."""
-    folder = tmp_path / "site-packages"
-    folder.mkdir()
-    (folder / "counts_calls.py").write_text(textwrap.dedent(SOURCE))
-    monkeypatch.syspath_prepend(folder)
-    yield importlib.import_module("counts_calls")
-    del sys.modules["counts_calls"]
+    with installed("counts_calls", SOURCE, tmp_path, monkeypatch) as module:
+        yield module
 
 
 def watched(library: Any, engine: Any) -> tuple[nn.Module, Any]:

@@ -2,9 +2,6 @@
 
 import functools
 import gc
-import importlib
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remat import SideEffectError, TraceError, remat
-from tests.support import assert_bitwise, seeded
+from tests.support import assert_bitwise, installed, seeded
 
 SOURCE = """
     import torch
@@ -85,12 +82,8 @@ NAMES = {
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A package where packages are installed: the walk does not follow its code."""
-    folder = tmp_path / "site-packages"
-    folder.mkdir()
-    (folder / "keeps_tables.py").write_text(textwrap.dedent(SOURCE))
-    monkeypatch.syspath_prepend(folder)
-    yield importlib.import_module("keeps_tables")
-    del sys.modules["keeps_tables"]
+    with installed("keeps_tables", SOURCE, tmp_path, monkeypatch) as module:
+        yield module
 
 
 def user_of(helper: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
