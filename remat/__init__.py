@@ -1,8 +1,16 @@
 """Activation recomputation for pure functions, under every torch.func transform.
 
-`_api`: the decorator; `_errors`: errors, the warning, a message of four parts; `_user_lines`: the
-"file.py:line" of the user's code behind a value, warning or error; `_version`: the version;
-`__main__`: the command line, its options and output.
+A call of a decorated function enters `_calls`. At its first time `_tracing` makes a graph of it
+(`_graph`), with what it reaches beyond its arguments (`_captures`); `_partition` asks a policy what
+is saved, and cuts the graph in two; `_programs` makes functions of both halves. Then, as at each
+later call, `_regions` runs these under whatever transforms are active; `_rerun` stands in for
+functions that cannot be traced.
+
+- `_api`: the decorator.
+- `_errors`: the errors and the warning, each a message of four parts.
+- `_user_lines`: the "file.py:line" of the user's code behind a value, warning or error.
+- `_version`: the version.
+- `__main__`: the command line.
 """
 
 from remat import interop, modules, policies, random, schedules, storage

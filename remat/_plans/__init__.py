@@ -1,8 +1,12 @@
 """Plans: a budget solved over a whole function before it runs, as a value that prints.
 
-In come a decorated function, example arguments and a size; out comes a `Plan`, which is a policy, a
-table, and JSON. Reads `_calls` for the trace and `_partition` for the decisions. `plan`: plans,
-their rows, differences and JSON; `shares`: budgets of several calls, within bytes or a peak;
-`recording`: a training step on tensors without data, whose bytes it counts; `timeline`: its peak,
-part by part; `tiles`: more of them where they help; `fit`: policies for its regions.
+In come a decorated function, example arguments and a size; out comes a `Plan`, which is a
+policy, a table, and JSON. Reads `_calls` for the trace and `_partition` for the decisions.
+
+- `plan`: `Plan`, its rows, its differences from another plan, its JSON.
+- `shares`: one budget for the calls of several regions, within bytes or a peak.
+- `recording`: a training step on tensors without data, and the bytes that live in it.
+- `timeline`: the peak of such a step under plans, part by part.
+- `tiles`: more tiles for what runs tile by tile, where they help.
+- `fit`: policies and tiles for a whole training step within a limit.
 """

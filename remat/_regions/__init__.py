@@ -1,14 +1,24 @@
 """Programs under every transform: one rule for each of reverse mode, forward mode and vmap.
 
-In comes a region (a function at one signature, with its two programs) and tensors of any level; out
-come tensors that can be differentiated, whose backward is a region again. Reads all that makes
-programs, and nothing of how a user's call found its region. `protocol`: a call, what is asked of a
-region, and of one that explains itself; `rules`: runs a call level by level, as nodes of autograd;
-`forwards`: `Forward`, one run, its results, what is returned of them, known backwards, the fast
-path of one program; `short_way`: these under one level of torch.func; `run_backward`: what a
-backward reads (`ctx`), runs, frees, and its errors; `traced`: the traced region, and those derived
-from it; `derived_forwards`: their forwards, what is saved found again, DTensors' parts, duals, one
-program for outputs and tangents; `opening`: programs that lower levels differentiate; `functions`:
-flat functions for another trace, pullback, pushforward, map; `waiting`: saved values and inputs,
-stored and resumed; `prefetch`: restored early; `out_of_memory`: reports what regions held.
+In comes a region (a function at one signature, with its two programs) and tensors of any
+level; out come tensors that can be differentiated, whose backward is a region again. Reads
+all that makes programs, and nothing of how a user's call found its region.
+
+- `protocol`: what the rules ask of any region, and what one call of a region is.
+- `rules`: runs a call level by level, each by the rule of its transform, as nodes of
+  autograd.
+- `short_way`: the same under one level of torch.func, by one program each way.
+- `forwards`: `Forward`: one run of the forward program, its results, and what is returned
+  of them.
+- `derived_forwards`: the forwards of derived regions (backward, mapped, pushed), made from
+  the programs of the first.
+- `run_backward`: what the backward of a node reads, runs, frees and returns, and its
+  errors.
+- `traced`: the traced region, and the regions derived from it.
+- `opening`: when levels below differentiate a region by its programs, and how it is opened
+  for them.
+- `functions`: flat functions of tensors, to be traced again: pullback, pushforward, map.
+- `waiting`: saved values and inputs on their way to the backward, stored and resumed.
+- `prefetch`: stored values whose return starts while the backward before theirs computes.
+- `out_of_memory`: what regions held, reported when memory runs out.
 """

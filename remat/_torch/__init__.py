@@ -1,19 +1,34 @@
 """The one door to what torch does not promise: a file for each subject.
 
-In come torch's private names, each with what will make it obsolete; out go functions that say what
-they mean. All was checked on torch 2.13 and 2.15: what fails to import names the version, so that
-an upgrade fails at import, not in the middle of training. Reads torch and itself alone.
-`allocator`: what a run takes from it; `attributes`: set for the length of a block; `autocast`: its
-cache of casts; `autograd`: its nodes, what they saved, `Function`s, the backward under way,
-detached tensors, `is_grads_batched`; `distributed`: process groups, collectives, `fully_shard`,
-FSDP; `dropout`: masks that are the same under transforms; `dtensor`: DTensors, results under way;
-`dynamo`: what torch.compile sees as it traces; `fakes`: tensors without data or a number to read, their mode, what an error says they lack;
-`guards`: cheap checks of tensors and of a thread's state, its float32 precision; `isolation`:
-outside every transform, mode and hook; `levels`: active transforms, their wrappers, versions and
-writes below, graphs at the current level, the dual level; `loops`: `torch.while_loop` and its
-derivative; `modes`: of dispatch and torch functions; `modules`: hooks and second places of
-parameters; `runners`: Inductor, torch's interpreter; `schemas`: what is known of operators, and how
-ours are defined; `sizes`: symbols of a trace; `taking_functions`: `torch.cond` and its like;
-`tensors`: views, shared memory, bits; `tracer`: `make_fx` and its graph, in-place operators
-replaced; `trees`: pytrees.
+In come torch's private names, each with what will make it obsolete; out go functions that
+say what they mean. All was checked on torch 2.13 and 2.15: what fails to import names the
+version, so that an upgrade fails at import, not in the middle of training. Reads torch and
+itself alone.
+
+- `allocator`: what a run takes from the allocator of its device.
+- `attributes`: attributes that have another value for the length of a block.
+- `autocast`: its cache of casts.
+- `autograd`: nodes, what they saved, `Function`s, the backward under way, detached tensors.
+- `distributed`: process groups, collectives, `fully_shard`.
+- `dropout`: dropout that draws the same masks under a transform.
+- `dtensor`: DTensors, and results of collectives that are under way.
+- `dynamo`: what torch.compile sees as it traces.
+- `fakes`: tensors without data and the mode that makes them: which kernels it lacks, what
+  an error says of that.
+- `guards`: the cheap checks of tensors and of a thread's state that each call makes.
+- `isolation`: code that runs outside every transform, mode and hook.
+- `levels`: the levels of torch.func, the wrappers they make, steps below one, the dual
+  level.
+- `loops`: `torch.while_loop` and its derivative.
+- `modes`: dispatch modes and modes of torch functions.
+- `modules`: hooks of modules, and second places of parameters.
+- `runners`: Inductor, and torch's own interpreter.
+- `schemas`: what is known of an operator, and how this package's own are defined.
+- `sizes`: sizes that are symbols.
+- `taking_functions`: `torch.cond` and its like: which there are, run without data, their
+  rules under vmap.
+- `tensors`: views, memory that is shared, bits.
+- `tracer`: `make_fx`, what it replaces in a traced function, and what a running trace can
+  be asked.
+- `trees`: pytrees.
 """

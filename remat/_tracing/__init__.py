@@ -1,15 +1,26 @@
 """A pure function and metadata -> its joint graph.
 
-In come a function over flat tensors and metadata; out comes the graph of forward and backward, or
-an error. Reads `_graph`, `_generators`, `_captures`. `trace`: a run of both, and the joint graph
-made of it; `thread`: the trace that this thread is in, what it lifts, users' calls; `importing`:
-torch.fx nodes as values, zeros and maxima rewritten, notes, cuts by `detach`; `in_place_operators`:
-writes of torch.fx nodes as pure operators, or on copies; `aliases`: which returned tensors are
-outputs, and which made again; `caught`: errors of a trace that the user's code catches;
-`collectives`: communication as pure operators; `engines`: of DDP and others, which drive modules by
-hooks; `indexing`: tensors as indices or masks; `naming`: `checkpoint_name`; `open_sizes`: templates for every size, and symbols in user code;
-`taken_functions`: those of `torch.cond` and its like; `refusals`: errors of what cannot be traced:
-tensors of other kinds, lazy modules, numbers that are read; `side_effects`: what a trace leaves
-behind, in objects of others too; `arguments`: their names in messages, and that they stay as they
-are.
+In come a function over flat tensors and metadata; out comes the graph of forward and
+backward, or an error. Reads `_graph`, `_generators`, `_captures`.
+
+- `trace`: one run of forward and backward under the tracer, and the joint graph made of it.
+- `thread`: the trace that this thread is in: what it lifts, and the calls of the user's
+  that it sees.
+- `arguments`: the arguments of a call: their names in messages, and that they stay as they
+  are.
+- `importing`: a torch.fx graph as this package's values, cut where outputs are detached.
+- `in_place_operators`: writes in a torch.fx graph as pure operators, or on copies.
+- `aliases`: which of the returned tensors are outputs, and which are made from others.
+- `caught`: errors of a trace that the user's code catches.
+- `collectives`: in-place communication as pure operators.
+- `engines`: modules that DDP and its like drive by hooks, refused.
+- `indexing`: reads and writes at indices or masks that are tensors.
+- `naming`: `checkpoint_name`.
+- `open_sizes`: `dynamic_shapes`: one trace for every size, and what user code may ask of a
+  size.
+- `taken_functions`: operators that take functions, as `torch.cond`, in a trace: one step,
+  with what the functions reach.
+- `side_effects`: what a trace changed or left behind in objects of the user or of a
+  library.
+- `refusals`: the errors of whatever cannot be traced.
 """

@@ -1,9 +1,13 @@
 """Drop-ins for other projects' checkpoint functions, with their own signatures.
 
-A file for each project: `deepspeed`, with `configure`; `megatron`; `transformer_engine`;
-`transformers` (to be imported separately, as it needs these), by the models' own hook; `torch`.
-`_shared`: one call as a region, the settings and warnings of all drop-ins, trackers preserved,
-sharding of inputs; `_late_product`: a head's logits, which are computed when they are read.
+- `torch`: for `torch.utils.checkpoint` and torch's wrappers.
+- `deepspeed`: `checkpoint`, and `configure` with its switches.
+- `megatron`: `checkpoint` of its tensor-parallel package.
+- `transformer_engine`: `checkpoint` with its options.
+- `transformers`: models of Hugging Face's, by their own hook; imported separately, as it
+  needs that library.
+- `_late_product`: for these, the logits of a head, computed only when something reads them.
+- `_shared`: one call as a region, its settings and warnings, trackers, sharding of inputs.
 """
 
 from remat.interop import deepspeed, megatron, torch, transformer_engine

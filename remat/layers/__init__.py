@@ -1,16 +1,22 @@
 """Many calls of functions: stacks of layers, by `scan` and `chain`, and tiles, by `tiled`.
 
-In come functions, a state and a schedule, or a pattern; out comes the last state, or the tiles'
-results put together. Reads `_regions`, `schedules`. `_scan`: its carry, `xs` and step checked,
-numbers as tensors; `_chain`: functions in a row; `_links`: one stage, traced (`link_of`), and a pass
-that runs stages: stand-ins without data, strides, gradients pulled back and added; `_stack`: links
-in a row, mapped, and which tensors go where; `_run_stack`: runs one by a schedule: a stage's cost,
-actions; `_executor`: carries those out, with states, records, rows and sums of gradients;
-`_scheduled`: the region around, from its forward's sweep on; `_unrolled`: for torch.compile.
-`_tiled`: a function run tile by tile; `_tiles`: which dimensions are cut, the arguments as tiles;
-`_independence`: whether a function mixes the axis, by traces of two lengths; `_axis_rules`: what a
-value has of it, what a step (`AxisStep`) of each operator does to it; `_cross_entropy`: tiles of a
-vocabulary's logits.
+In come functions, a state and a schedule, or a pattern; out comes the last state, or the
+tiles' results put together. Reads `_regions`, `schedules`.
+
+- `_scan`: `scan`: one function repeated, its carry and its `xs` checked.
+- `_chain`: `chain`: different functions in a row.
+- `_links`: one stage of a stack as a traced link; a pass over links, forward, and back with
+  gradients.
+- `_stack`: the links in a row: which tensors go into each, and what comes out.
+- `_run_stack`: what a stage costs, the schedule's actions, and a run of the stack by them.
+- `_executor`: carries actions out on tensors: states, records, sums of gradients.
+- `_scheduled`: the region around a scheduled stack.
+- `_unrolled`: stacks as torch.compile traces them.
+- `_tiled`: `tiled`: a function run tile by tile.
+- `_tiles`: the pattern of `tiled`, and a call whose arguments it cuts.
+- `_independence`: whether a function mixes the axis, proved on traces of two lengths.
+- `_axis_rules`: what each operator does to that axis.
+- `_cross_entropy`: a loss whose logits exist one tile at a time.
 """
 
 from remat.layers._chain import Chain, chain

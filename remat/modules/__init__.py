@@ -1,9 +1,12 @@
 """Regions in an existing model: `apply` puts them in, `remove` takes them out.
 
-In comes a model, out comes the same one, whose chosen modules call regions. Reads the decorator,
-and `_plans`. `_apply`: both, globs for `where`; `_blocks`: its blocks, and one call of each; `_plan`:
-one budget or peak split among them, and the plan of a model that this gives; `_step`: what a
-training step does around them.
+In comes a model, out comes the same one, whose chosen modules call regions. Reads the
+decorator, and `_plans`.
+
+- `_apply`: both, and the globs of `where`.
+- `_blocks`: the blocks of a model, and how one call of the model calls them.
+- `_plan`: one budget, split among the blocks.
+- `_step`: what a training step holds around the blocks.
 """
 
 from remat.modules._apply import apply, remove

@@ -1,9 +1,14 @@
 """Planners: which values to save within a budget. They never see a tensor.
 
-In comes a `Problem`, out comes a `Solution`. `_problem`: both, options and outcomes, a choice
-changed item by item; `_cut`: the core solver, which sweeps prices, then exchanges, fills and
-branches; `_network`: the minimum cuts at one price; `_milp`: the exact solver; `_scipy`: untyped;
-`_shared_budget`: one budget for several programs.
+In comes a `Problem`, out comes a `Solution`.
+
+- `_problem`: both; the steps and options of the one, the outcome of the other, and a tally
+  of a choice.
+- `_cut`: the core solver: prices are swept, then single items are exchanged and filled in.
+- `_network`: the minimum cut at one price.
+- `_milp`: the exact solver, an integer program.
+- `_shared_budget`: one budget for several programs.
+- `_scipy`: scipy, loaded when a planner needs it.
 """
 
 from remat.planners._cut import solve_cut

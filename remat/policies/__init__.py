@@ -1,12 +1,17 @@
 """Policies: which values of the forward are saved for the backward.
 
-In comes a `Value`, out comes `Save` or `Recompute`. Each kind has a file. `_contract`: the base
-classes, what a policy sees and answers, its name in messages, unions and other combinations;
-`_as_policy`: what a user passes, a policy or a function that hashes, or the error that says why it
-is none; `_by_kind`: policies without parameters, of everything, nothing, matrix products,
-attention; `_names`: globs of names; `_by_op`: operators or torch functions as targets, and their
-names; `_by_size`: bounds; `_of_jax`: JAX's ways to write a union, and offloading; `_budget`: a
-number of bytes, and a plan's decisions; `_sizes`: sizes shown and parsed.
+In comes a `Value`, out comes `Save` or `Recompute`. Each kind has a file.
+
+- `_contract`: what a policy sees and answers, the base classes, unions and other
+  combinations.
+- `_as_policy`: what a user passes, made a policy, or the error that says why it is none.
+- `_by_kind`: policies without parameters: everything, nothing, matrix products, attention.
+- `_names`: by the names of `checkpoint_name`.
+- `_by_op`: by operators or torch functions.
+- `_by_size`: by bounds on sizes.
+- `_of_jax`: JAX's ways to write a union, and offloading.
+- `_budget`: a number of bytes, and the decisions of a plan.
+- `_sizes`: sizes in bytes, shown and parsed.
 """
 
 from remat.policies._as_policy import as_policy, from_callable

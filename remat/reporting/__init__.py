@@ -1,11 +1,16 @@
 """Shows what regions hold: before a step, during it, and when memory runs out.
 
-In come a function and its arguments; out come the records of a step. `_measure` runs and watches
-one, `_show` shows records, `_demo` trains a model. `_make_report`: `report`, from
-what each node of the graph holds; `_report`: what it returns; `_records`: its parts, and JSON; `_saved_residuals`: before a step runs, also of a
-plain function, as autograd would; `_named_values`: values with a name, and recomputed;
-`_checklist`: its checks, gradients' gaps, the memory of a device and the largest batch for it;
-`_compare`: policies; `_arguments`: those of a command, as tensors and targets.
+In come a function and its arguments; out come the records of a step.
+
+- `_saved_residuals`: what a function will hold, without running it.
+- `_named_values`: the values with names, and their recomputation.
+- `_make_report`: `report`: a step is run and watched, and summed up from autograd's graph.
+- `_report`: `Report`: what it returns, and the forms in which that is shown.
+- `_records`: the parts of a report, and JSON.
+- `_checklist`: what to check before trusting a step, with the largest batch that fits.
+- `_compare`: one function under several policies and peers.
+- `_arguments`: the words of a command line, as tensors, functions and policies.
+- `_measure`, `_show`, `_demo`: rooms that measure a step, show records, and train a model.
 """
 
 from remat.reporting._checklist import Check, Checklist, checklist

@@ -1,9 +1,14 @@
 """Schedules: which states of a stack are kept, and what is computed again.
 
-In come described stages, out comes a list of actions. No tensor is seen: `layers` carries them
-out. `_actions`: what they are; `_contract`: a stage, the base class, checks of arguments;
-`_every`: equal segments; `_revolve`: equal stages, few snapshots; `_budget`: different stages
-within bytes; `_replay`: a ledger checks actions one by one and adds up their costs.
+In come described stages, out comes a list of actions. No tensor is seen: `layers` carries
+them out.
+
+- `_contract`: a stage, the base class of schedules, and checks of arguments.
+- `_actions`: the actions: advance, record, keep, restore, drop, run a backward.
+- `_every`: equal segments.
+- `_revolve`: equal stages and few snapshots.
+- `_budget`: different stages within bytes.
+- `_replay`: a ledger that checks actions one by one and adds up their costs.
 """
 
 from remat.schedules._actions import (

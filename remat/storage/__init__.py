@@ -1,12 +1,20 @@
 """Storage: how a saved value waits for the backward.
 
-In comes a tensor; out comes a `Stored`, which gives it back. Sees neither graphs nor policies. A
-class a file: `_cast`, `_quantize` (integers, scales of groups), `_sparse` (nonzeros), `_offload`
-(to a device or file), `_shard` (a rank's part, of what all ranks hold by its hash; which groups
-have the same ranks). `_contract`: what each promises, checked where it stores, restores or is
-rehearsed; `Keep`, and chains of storages; `_stored`: the parts that wait, their joints, their
-place, and `Restoration`: how they come back, untouched; `_bits`: numbers packed into bytes;
-`_transfer`: copies to the host, lanes and pools.
+In comes a tensor; out comes a `Stored`, which gives it back. Sees neither graphs nor
+policies. Each class has a file.
+
+- `_contract`: what each promises, checked where it stores and restores; `Keep`, and chains
+  of storages.
+- `_stored`: `Stored`: the parts that wait, where, and what restores them, several at once
+  if it must.
+- `_cast`: in a smaller dtype.
+- `_quantize`: as integers with a scale for each group.
+- `_sparse`: as the nonzero numbers and their places.
+- `_offload`: in host memory, on another device, or in a file.
+- `_shard`: one part on each rank, of what all ranks hold; that they do is checked by
+  hashes.
+- `_bits`: small integers packed into bytes.
+- `_transfer`: copies between an accelerator and the host while it computes.
 """
 
 from remat.storage._cast import Cast

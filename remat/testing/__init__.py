@@ -1,9 +1,12 @@
 """For tests: are two functions equivalent, and if not, where do they first differ?
 
-`_equivalent`: runs both, and compares results and state; `_named_transforms`: grad, vmap and
-others by name, cotangents; `_compare`: two tensors; `_difference`: operators recorded and matched,
-the first that differs; `_repeated_call`: a call on copies of its arguments, from one state of
-captured tensors and generators. `remat.testing.strategies` makes random functions; only it needs hypothesis.
+`remat.testing.strategies` makes random functions; only it needs hypothesis.
+
+- `_equivalent`: runs both under transforms, and compares results and state.
+- `_named_transforms`: transforms by name, and their cotangents.
+- `_compare`: two results, and how far they are apart.
+- `_difference`: the first operator at which two computations differ.
+- `_repeated_call`: one call again and again, on copies of its arguments and from one state.
 """
 
 from remat.testing._compare import NotEquivalentError

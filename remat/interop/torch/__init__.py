@@ -1,9 +1,12 @@
 """Drop-ins for `torch.utils.checkpoint` and torch's checkpoint wrapper, over this engine.
 
-Each has the signature of the newest torch. Unsupported options raise, and say why; names that say
-nothing of how recomputation is done are torch's own. docs/interop_torch.md goes through torch's
-own tests, behavior by behavior. `_checkpoint`: `checkpoint`, its options and switches;
-`_selective`: policies and contexts that select by operator; `_wrapper`: modules, in place.
+Each has the signature of the newest torch. Unsupported options raise, and say why; names
+that say nothing of how recomputation is done are torch's own. docs/interop_torch.md goes
+through torch's own tests, behavior by behavior.
+
+- `_checkpoint`: `checkpoint`, `checkpoint_sequential`, their options and switches.
+- `_selective`: selective checkpointing, by policies of operators.
+- `_wrapper`: `checkpoint_wrapper` and its like, which change modules in place.
 """
 
 from torch.utils.checkpoint import (

@@ -1,9 +1,12 @@
 """Hypothesis strategies: random functions, tensors, cotangents, policies, transforms.
 
-A random function prints as Python, so that a failing test shows its source. This module needs
-hypothesis: the extra `testing`. `_draw_programs`: random functions, and strategies for
-policies and transforms; `_program`: a function that was drawn; `_operators`: its statements;
-`_tensors`: tensors, shapes, layouts, cotangents.
+A random function prints as Python, so that a failing test shows its source. This module
+needs hypothesis: the extra `testing`.
+
+- `_draw_programs`: random functions, policies and transforms are drawn.
+- `_program`: a function that was drawn, which runs, and prints its source.
+- `_operators`: the statements that it is made of.
+- `_tensors`: tensors by shape, strides, dtype and seed; cotangents.
 """
 
 from remat.testing.strategies._draw_programs import policies, programs, transforms
