@@ -10,9 +10,9 @@ never checked. An attribute that was not read is not covered: equal layers that 
 
 - `walk`: the `Survey`: everything that is reached, and how it is put back.
 - `contents`: the values at an object's places, by the sort of the object: functions,
-  modules, dicts, slots.
-- `places`: one step to a value, which can be read, written, refilled and named; and simple
-  values, compared.
+  modules, dicts, arrays, slots.
+- `places`: one step to a value, which can be read, written, refilled and named; and what is
+  compared there: simple values, the bytes of arrays.
 - `library`: whose code something is, the user's or a library's, and which names it
   mentions.
 - `reads`: `recording`: which attributes a trace reads.

@@ -5,7 +5,8 @@ printed here, and know nothing of policies, programs or transforms. Reads `_torc
 
 - `values`: a graph, its steps and references: checked, labelled, pruned, written from
   others.
-- `meta`: the metadata of a tensor, and layouts that compare.
+- `meta`: the metadata of a tensor (shape, strides, dtype, whether it is differentiated),
+  and layouts that compare.
 - `operators`: what an operator does (views, draws, writes, is keyed), and what it is
   called.
 - `statistics`: operators that write running statistics without telling, as batch norm does.
@@ -13,5 +14,5 @@ printed here, and know nothing of policies, programs or transforms. Reads `_torc
 - `merging`: two graphs over the same inputs, made one that computes what both do once.
 - `numbering`: which values are equal to the last bit.
 - `zeros`: a pass that takes out the zeros of forward mode.
-- `flops`: FLOPs by torch's formulas.
+- `flops`: FLOPs of operators by torch's formulas.
 """

@@ -57,6 +57,16 @@ def by_flops(graph: Graph, index: int) -> int:
     return step_flops(graph, value) + sum(each.once.size_bytes for each in tensors)
 
 
+def work_of(graph: Graph, index: int) -> int:
+    """What a traced step costs a region, in FLOPs: torch's formula, else one an element."""
+    value = graph.values[index]
+    if is_free(value):
+        return 0
+    return step_flops(graph, value) or sum(
+        meta.size_bytes // meta.dtype.itemsize for meta in metas_in(value.meta)
+    )
+
+
 def known_workspace(value: Value, values: Sequence[Value] = ()) -> int:
     """The bytes that are known without running anything: those of draws from keys."""
     held = operators.WORKSPACES.get(value.op)

@@ -6,10 +6,11 @@ all that makes programs, and nothing of how a user's call found its region.
 
 - `protocol`: what the rules ask of any region, and what one call of a region is.
 - `rules`: runs a call level by level, each by the rule of its transform, as nodes of
-  autograd.
+  autograd; plainly, where it may, by the fast path of one program and the backwards known
+  of it.
 - `short_way`: the same under one level of torch.func, by one program each way.
-- `forwards`: `Forward`: one run of the forward program, its results, and what is returned
-  of them.
+- `forwards`: `Forward`: one run of the forward program, its results, what is returned of
+  them, and what is remembered for the fast path.
 - `derived_forwards`: the forwards of derived regions (backward, mapped, pushed), made from
   the programs of the first.
 - `run_backward`: what the backward of a node reads, runs, frees and returns, and its

@@ -2,8 +2,8 @@
 
 In comes a `Value`, out comes `Save` or `Recompute`. Each kind has a file.
 
-- `_contract`: what a policy sees and answers, the base classes, unions and other
-  combinations.
+- `_contract`: what a policy sees and answers, the base classes with their globs of names,
+  unions and other combinations.
 - `_as_policy`: what a user passes, made a policy, or the error that says why it is none.
 - `_by_kind`: policies without parameters: everything, nothing, matrix products, attention.
 - `_names`: by the names of `checkpoint_name`.

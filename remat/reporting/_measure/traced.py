@@ -10,11 +10,10 @@ from typing import NamedTuple, final
 
 from remat import _captures
 from remat._graph import operators
-from remat._graph.flops import step_flops
-from remat._graph.meta import TensorMeta, metas_in
+from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, roots
 from remat._partition.budgets import model_of
-from remat._partition.costs import is_free
+from remat._partition.costs import work_of
 from remat._partition.cut import backward_graph, permitted_members
 from remat._regions.functions import Roots
 from remat._regions.out_of_memory import name_of
@@ -289,13 +288,3 @@ class RegionCalls:
             if run.phase == "forward":
                 found[run] = next(waiting.get(run.graph, iter(())), None)
         return found
-
-
-def work_of(graph: Graph, index: int) -> int:
-    """What a traced step costs a region, in FLOPs: torch's formula, else one an element."""
-    value = graph.values[index]
-    if is_free(value):
-        return 0
-    return step_flops(graph, value) or sum(
-        meta.size_bytes // meta.dtype.itemsize for meta in metas_in(value.meta)
-    )
