@@ -32,6 +32,10 @@ def cover(
     `reads` are from `recording`; `used` are the ids of the captured tensors that the trace met.
     """
     survey.follow(_names_of_classes(survey, reads))
+    for identity in survey.tensors.keys() - survey.nodes.keys():
+        if reads.get(identity):
+            node = survey.nodes[identity] = survey.tensors[identity][0]
+            node.look = contents.of_nothing
     baker = _Baker(survey, reads, {})
     baker.bake()
     hidden = [identity for identity in used if identity not in baker.tensors]
@@ -53,7 +57,7 @@ def _names_of_classes(survey: Survey, reads: Mapping[int, Iterable[str]]) -> set
     """The names read that the user's classes have: `getattr(self, f"_{kind}")` makes some up."""
     found: set[str] = set()
     for identity, names in reads.items():
-        kind = survey.nodes[identity].kind
+        kind = survey.nodes[identity].kind if identity in survey.nodes else Tensor
         for index in user_bases(kind):
             found.update(places.attributes(kind.__mro__[index]).keys() & set(names))
     return {name for name in found if not name.startswith("__")}
@@ -105,6 +109,9 @@ class _Baker:
         if EVERYTHING in names or node.look not in contents.WATCHED:
             for step in _containers_to_bake(node):
                 self.cover_shape(node, step)
+            for name in names if isinstance(node.value, Tensor) else ():
+                if name not in {EVERYTHING, *places.attributes(node.value)}:
+                    self.write(node, ("var", name), ABSENT)
             return node.content
         found = dict.fromkeys(self.forced.get(id(node.value), ()))
         found |= {s: None for s in node.content if s[0] in {*places.ITEMS, "type"}}

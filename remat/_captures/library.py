@@ -118,7 +118,8 @@ class Mentions(NamedTuple):
 
     globals: Set[str]  # names loaded from the globals
     assigned: Set[str]  # globals that it assigns
-    names: Set[str]  # all names: attributes and imported ones, too
+    #: All names, those of attributes and imports and those in texts (`getattr(x, "k")`) too.
+    names: Set[str]
     #: Modules imported when the code runs, as (dots, dotted name).
     imports: Set[tuple[int, str]]
     #: Attributes that are asked of a global, as (name, attribute), by `getattr` too.
@@ -153,6 +154,8 @@ def mentions(code: types.CodeType) -> Mentions:
     while pending:
         part = pending.pop()
         names.update(part.co_names)
+        texts = [c for c in part.co_consts if isinstance(c, str)]
+        names.update(filter(str.isidentifier, texts))
         pending += [c for c in part.co_consts if isinstance(c, types.CodeType)]
         # An import follows the loads of its number of dots and of its list of names.
         before: deque[object] = deque([0, 0], maxlen=2)

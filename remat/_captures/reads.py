@@ -4,7 +4,8 @@ While a recording is active, the Python classes of the surveyed objects carry a 
 that notes the name and goes on to the class's own. Only reads on the recording thread are noted,
 and no attribute that the trace wrote first itself, such as what a context manager keeps for its
 exit; a `__setattr__` notes such writes. Of classes that cannot get these methods (builtins, C
-types), everything that their instances hold counts as read.
+types), everything that their instances hold counts as read. Of tensors it is noted what they
+are asked for and do not have.
 
 A region inside the traced function may find its own trace in its cache, and then runs only its
 generated check, which reads instance dictionaries. Such a read stands for the attributes that the
@@ -18,7 +19,7 @@ from collections.abc import Generator, Iterable
 from contextvars import ContextVar
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from remat._captures.contents import WATCHED
 from remat._captures.walk import EVERYTHING, Survey
@@ -39,10 +40,10 @@ _LOOKUPS: frozenset[Any] = frozenset(
 
 @final
 class Reads(dict[int, dict[str, None]]):
-    """The names read, in order, by the id of the object they were read from."""
+    """The names read, in order, by the id of the object or tensor they were read from."""
 
     def __init__(self, survey: Survey) -> None:
-        super().__init__({identity: {} for identity in survey.nodes})
+        super().__init__({each: {} for each in (*survey.nodes, *survey.tensors)})
         self._written: dict[int, set[str]] = {}
 
     def note(self, owner: object, names: Iterable[str]) -> None:
@@ -73,8 +74,18 @@ def recording(survey: Survey) -> Generator[Reads, None, None]:
                 is_watched[kind] = _watch(kind, undo)
             if node.look not in WATCHED or not is_watched[kind]:
                 reads[identity][EVERYTHING] = None
+        undo.enter_context(attributes_as(Tensor, __getattr__=_lacking))
         undo.callback(_active.reset, _active.set((*_active.get(), reads)))
         yield reads
+
+
+def _lacking(tensor: Tensor, name: str) -> object:
+    """What a tensor is asked for and does not have; torch itself asks for much."""
+    asking = sys._getframe(1).f_globals  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    if not (f"{asking.get('__name__')}.".startswith("torch.") or name[:2] == "__"):
+        for reads in _active.get():
+            reads.note(tensor, (name,))
+    return Tensor.__getattribute__(tensor, name)  # raises
 
 
 def _watch(kind: type, undo: contextlib.ExitStack) -> bool:

@@ -17,7 +17,7 @@ from remat._calls.decorated import DecoratedFunction, RematModule
 from remat._calls.entry import Entry
 from remat._errors import ImplicitRandomnessError, MutationError, SideEffectError
 from remat._graph.meta import TensorMeta, layout_of
-from remat._regions.forwards import Forward, make_views
+from remat._regions.forwards import Forward, latest, make_views
 from remat._regions.functions import Pull, Roots, pullback
 from remat._regions.protocol import Asked, Call
 from remat._regions.rules import bind_all, returned_by, run, without_none
@@ -29,8 +29,6 @@ from remat._torch.fakes import fake_mode
 
 _T = TypeVar("_T")
 
-# The last stage gets the cotangent of the loss; the first may want no gradient.
-_MOST_LATEST = 4
 
 # Of each region the latest backwards: whether cotangents have the metadata of those that it
 # was derived for; which there were, what was wanted, under which switches; its region.
@@ -198,7 +196,7 @@ class Link:
         region = self.region.vjp(self.roots, Asked(layouts, wanted, 0, numerics))
         if guards.is_quiet() and all(map(guards.is_plain, there)):
             known = (guards.tensor_guard(there), (given, wanted, numerics), region)
-            _latest_backwards[self.region] = (known, *followed[: _MOST_LATEST - 1])
+            _latest_backwards[self.region] = latest(known, followed)
         return region
 
     def _through_views(

@@ -129,7 +129,15 @@ def of_a_made_dataclass() -> Case:
     return _of_a_made_class(dataclasses.make_dataclass("Made", ["scale"]))
 
 
+def of_what_is_set_on_a_tensor() -> Case:
+    """By a name that stands in a text."""
+    held: Any = seeded(3)
+    held.scale = 2.0
+    return lambda x: x * getattr(held, "scale", 1.0), lambda: setattr(held, "scale", 5)
+
+
 CONTENTS = [
+    of_what_is_set_on_a_tensor,
     *(of_a_class_of_abc, of_a_new_class, of_a_made_dataclass),
     *(of_a_set, in_a_set, of_a_set_in_a_dict, of_a_deque, of_a_deque_of_tensors),
     *(of_an_array, of_a_part_of_an_array, of_the_shape_of_an_array),
@@ -212,6 +220,20 @@ def of_a_library(x: Tensor) -> Tensor:
     return x * math.tau
 
 
+TABLE: Any = torch.ones(3, dtype=torch.float64)
+
+
+def of_a_tensor(x: Tensor) -> Tensor:
+    return x * (TABLE if hasattr(TABLE, "late") else TABLE * 2)
+
+
+def tried_of_a_tensor(x: Tensor) -> Tensor:
+    try:
+        return x * TABLE.late
+    except AttributeError:
+        return x * TABLE
+
+
 HERE = sys.modules[__name__]
 LATER = [
     pytest.param(caught, HERE, "LATE", 4.0, id="global"),
@@ -220,6 +242,8 @@ LATER = [
     pytest.param(of_a_class, Config, "scale", 3.0, id="class"),
     pytest.param(of_a_python_module, settings, "scale", 3.0, id="module"),
     pytest.param(of_a_library, math, "tau", 1.0, id="library"),
+    pytest.param(of_a_tensor, TABLE, "late", 3.0, id="tensor"),
+    pytest.param(tried_of_a_tensor, TABLE, "late", 3.0, id="tensor-tried"),
 ]
 
 
@@ -229,6 +253,24 @@ def test_a_name_that_appears_later_makes_a_new_trace(
     fun: Any, owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_follows(fun, lambda: monkeypatch.setattr(owner, name, value, raising=False))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("is_marked_first", [False, True])
+def test_equal_layers_whose_weights_differ_in_an_attribute_are_traced_apart(
+    is_marked_first: bool,
+) -> None:
+    """As Megatron-LM marks the weights of experts: `getattr(w, "allreduce", True)`."""
+
+    def layer(is_marked: bool) -> Callable[[Tensor], Tensor]:
+        weight: Any = seeded(3)
+        if is_marked:
+            weight.allreduce = False
+        return lambda x: x * weight if getattr(weight, "allreduce", True) else x
+
+    for is_marked in (is_marked_first, not is_marked_first):
+        fun, x = layer(is_marked), seeded(3)
+        assert_bitwise(remat(fun)(x), fun(x))
 
 
 class _Doubles:
