@@ -85,7 +85,8 @@ def advise_of_untold(
         )
         for label in covered.untold
     ]
-    for what, do in [*whole, *_of_arguments(site, survey), *_of_hooks()]:
+    others = [*_of_arguments(site, survey), *_of_hooks(), *_of_modes(site)]
+    for what, do in [*whole, *others]:
         warn_once(
             (_captures.code_key(site.function), what),
             where=where,
@@ -271,4 +272,13 @@ def _of_hooks() -> Iterator[tuple[str, str]]:
         yield (
             f"`{name}`, a hook for all modules, runs in the trace alone.",
             "Register it on the modules that it is for: those are watched.",
+        )
+
+
+def _of_modes(site: CallSite) -> Iterator[tuple[str, str]]:
+    for enter in site.numerics.functions.entries:
+        name = type(enter.__self__).__qualname__
+        yield (
+            f"a torch-function mode, {name}, hears the calls of the trace alone.",
+            "Make a new one when its effect is to change: another mode makes another trace.",
         )

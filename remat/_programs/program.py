@@ -96,7 +96,8 @@ class Program:
         if self._lender is not None and not tracer.proxy_is_active():
             return self._lender.consume(inputs)
         # Outputs that share memory must stay views: an in-place change shows in all.
-        with torch.no_grad() if self._shares_memory else modes.below_autograd():
+        below = torch.no_grad() if self._shares_memory else modes.below_autograd()
+        with below, modes.unheard_by_users():
             is_short = self.is_compiled or not self._shares_memory
             if is_short and not modes.is_watched():
                 return self._short(inputs)
@@ -125,7 +126,11 @@ class Program:
         has_own = any(each.is_backward and each.rank < 0 for each in values)
         if not has_own or tracer.proxy_is_active():
             return self(inputs)
-        with torch.no_grad(), self._followed(inputs) as at:
+        with (
+            torch.no_grad(),
+            modes.unheard_by_users(),
+            self._followed(inputs) as at,
+        ):
 
             def before(index: int) -> None:
                 turn(values[index].is_repeat)

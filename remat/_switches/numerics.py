@@ -1,8 +1,8 @@
 """The switches that change what operators compute: read, compared, put back.
 
 They belong to a call's signature (law 12), and a recomputation runs under the forward's: autocast,
-the default device and dtype, deterministic algorithms, matmul precision, and the choice of attention
-kernels.
+the default device and dtype, torch-function modes, deterministic algorithms, matmul precision, and
+the choice of attention kernels.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Numerics(NamedTuple):
 
     #: (device type, dtype) for each device type that autocasts.
     autocast: tuple[tuple[str, torch.dtype], ...]
-    #: Where factories make what names no device; None where none was set.
-    default_device: torch.device | None
+    #: The default device of what factories make, and torch-function modes of the user's.
+    functions: modes.FunctionModes
     autocast_cache: bool  # whether a cast of a weight is kept for its next use
     default_dtype: torch.dtype  # what factories make
     deterministic: tuple[bool, bool]  # (algorithms, warn only)
@@ -33,9 +33,9 @@ class Numerics(NamedTuple):
     @classmethod
     def current(cls) -> Numerics:
         """The switches of this thread; the same object as long as nothing changes."""
-        kernels, device = guards.kernel_choices(), modes.default_device()
+        kernels, functions = guards.kernel_choices(), modes.function_modes()
         known = _known.get(torch.is_grad_enabled())
-        if known is not None and known[1:3] == (kernels, device) and known[0]():
+        if known is not None and known[1:3] == (kernels, functions) and known[0]():
             return known[3]
         precision, *switches = kernels
         autocast = tuple(
@@ -45,7 +45,7 @@ class Numerics(NamedTuple):
         )
         current = cls(
             autocast,
-            device,
+            functions,
             torch.is_autocast_cache_enabled(),
             torch.get_default_dtype(),
             (
@@ -55,7 +55,7 @@ class Numerics(NamedTuple):
             precision,
             tuple(switches),
         )
-        known = (guards.state_guard(), kernels, device, current)
+        known = (guards.state_guard(), kernels, functions, current)
         _known[torch.is_grad_enabled()] = known
         return current
 
@@ -73,7 +73,7 @@ class Numerics(NamedTuple):
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.settled())
-            stack.enter_context(modes.with_default_device(self.default_device))
+            stack.enter_context(self.functions.applied())
             for device in _autocast_devices():
                 dtype, cache = dict(self.autocast).get(device), self.autocast_cache
                 stack.enter_context(
@@ -128,10 +128,10 @@ class Numerics(NamedTuple):
         guards.choose_attention(self.switches)
 
 
-# By grad mode, which the guard looks at too: when it holds, the kernels and the default device
-# that it goes with, and what was found then.
+# By grad mode, which the guard looks at too: when it holds, the kernels and the functions that
+# it goes with, and what was found then.
 _known: dict[
-    bool, tuple[Callable[[], bool], tuple[Any, ...], torch.device | None, Numerics]
+    bool, tuple[Callable[[], bool], tuple[Any, ...], modes.FunctionModes, Numerics]
 ] = {}
 
 

@@ -24,7 +24,13 @@ from remat._torch.levels import (
     short_levels,
     unwrapped,
 )
-from remat._torch.modes import default_device, is_watched, num_function_modes
+from remat._torch.modes import (
+    FunctionModes,
+    function_modes,
+    is_heard_by_users,
+    is_watched,
+    num_function_modes,
+)
 
 requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
@@ -112,11 +118,12 @@ def choose_attention(are_allowed: Sequence[bool]) -> None:
 
 
 def is_quiet() -> bool:
-    """Whether this thread has no transform, no forward mode and no dispatch mode."""
+    """Whether this thread has no transform, no forward mode and no mode of a user's."""
     return (
         functorch.peek_interpreter_stack() is None
         and dual_levels._current_level < 0
         and not is_watched()
+        and not (num_function_modes() and is_heard_by_users())
     )
 
 
@@ -192,7 +199,7 @@ def thread_guard() -> Callable[[], bool]:
     """A check that a thread is in no forward mode and has the switches of this moment.
 
     The switches are grad mode, the default device and everything that decides what operators
-    compute. It is used together with `tensor_guard`, which fails under every other transform
+    compute; under a torch-function mode of a user's it fails. It is used together with `tensor_guard`, which fails under every other transform
     and dispatch mode. It may also fail because the number of threads has changed.
     """
     same_state, levels, read = state_guard(), dual_levels, torch._C
@@ -203,8 +210,8 @@ def thread_guard() -> Callable[[], bool]:
     # The guard of the state knows "highest" from the rest, but not the rest apart, nor oneDNN's.
     is_highest = was_precision == "highest"
     was_in_onednn = products("mkldnn", "matmul")
-    was_device, num_modes = default_device(), num_function_modes
-    has_none = was_device is None
+    were, num_modes = FunctionModes(function_modes().device), num_function_modes
+    had_none = were.device is None
 
     def check() -> bool:
         return (
@@ -217,7 +224,7 @@ def thread_guard() -> Callable[[], bool]:
             and math() is was_math
             and cudnn() is was_cudnn
             # Without any mode, as nearly always, one call in C tells.
-            and ((has_none and not num_modes()) or default_device() == was_device)
+            and ((had_none and not num_modes()) or function_modes() == were)
         )
 
     return check

@@ -6,8 +6,9 @@ Obsolete when torch makes the stacks of modes public.
 # pyright: reportPrivateUsage=false
 import abc
 import contextlib
+import types
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.overrides import (
@@ -107,41 +108,70 @@ def torch_function_as(state: Any) -> Generator[None]:
         _torch._C._set_torch_function_state(before)
 
 
-def default_device() -> torch.device | None:
-    """The device of tensors that name none: `set_default_device`, `with device:`; None without.
+class FunctionModes(NamedTuple):
+    """What changes the functions of torch that a thread calls."""
 
-    The public name takes ten times as long, and answers "cpu" where there is none, which is
-    not the same: under a default device, `torch.as_tensor` moves a tensor there.
-    """
-    for place in reversed(range(num_function_modes())):
+    #: The device of tensors that name none (`set_default_device`, `with device:`); None without.
+    #: The public name takes ten times as long, and answers "cpu" where there is none, which is
+    #: not the same: under a default device, `torch.as_tensor` moves a tensor there.
+    device: torch.device | None = None
+    #: How the torch-function modes of users are entered, the outermost first; such methods
+    #: compare by the identity of their object, which need not have a hash.
+    entries: tuple[types.MethodType, ...] = ()
+
+    @contextlib.contextmanager
+    def applied(self) -> Generator[None]:
+        """Runs the body under these, and under the modes of torch and of this package."""
+        if self == function_modes():
+            yield
+            return
+        found: list[Any] = [_pop_mode() for _ in range(num_function_modes())][::-1]
+        users = [enter.__self__ for enter in self.entries]
+        own = [mode for mode in found if _is_torchs(mode)]
+        for mode in [*users, *own]:
+            _push_mode(mode)
+        try:
+            with self.device or contextlib.nullcontext():
+                yield
+        finally:
+            for _ in [*users, *own]:
+                _pop_mode()
+            for mode in found:
+                _push_mode(mode)
+
+
+def function_modes() -> FunctionModes:
+    """Those of this thread."""
+    if not num_function_modes():
+        return _NO_MODES
+    device, entries = None, list[types.MethodType]()
+    for place in range(num_function_modes()):
         mode = _torch._C._get_function_stack_at(place)
         if isinstance(mode, DeviceContext):
-            return mode.device
-    return None
+            device = mode.device
+        elif not _is_torchs(mode):
+            entries.append(mode.__enter__)
+    return FunctionModes(device, tuple(entries))
 
 
-def with_default_device(
-    device: torch.device | None,
-) -> contextlib.AbstractContextManager[Any]:
-    """A context whose body runs under a default device of this thread, or under none."""
-    if device == default_device():
-        return contextlib.nullcontext()
-    return device or _without_default_device()
+_NO_MODES = FunctionModes()
 
 
-@contextlib.contextmanager
-def _without_default_device() -> Generator[None]:
-    modes: list[Any] = [_pop_mode() for _ in range(num_function_modes())][::-1]
-    others = [each for each in modes if not isinstance(each, DeviceContext)]
-    for each in others:
-        _push_mode(each)
-    try:
-        yield
-    finally:
-        for _ in others:
-            _pop_mode()
-        for each in modes:
-            _push_mode(each)
+def _is_torchs(mode: Any) -> bool:
+    """Whether a mode is torch's or this package's; those set a default device, too."""
+    own = ("torch.", f"{__name__.partition('.')[0]}.")
+    is_own = f"{type(mode).__module__}.".startswith(own)
+    return is_own and not isinstance(mode, DeviceContext)
+
+
+def is_heard_by_users() -> bool:
+    """Whether a torch-function mode of a user's hears the functions that this thread calls."""
+    return num_function_modes() > 0 and bool(function_modes().entries)
+
+
+def unheard_by_users() -> contextlib.AbstractContextManager[Any]:
+    """A context in which no torch-function mode of a user's changes what a program computes."""
+    return unseen_by_traces() if is_heard_by_users() else contextlib.nullcontext()
 
 
 def is_below_autograd() -> bool:

@@ -110,6 +110,7 @@ AROUND: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.contract
+@pytest.mark.filterwarnings("ignore:.*a torch-function mode, Watching")
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize(("fun", "run"), DIRECTIONS.values(), ids=DIRECTIONS)
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)

@@ -227,7 +227,9 @@ def by_default_device(x: Tensor) -> Tensor:
 @contextlib.contextmanager
 def set_for_good(device: str | None) -> Iterator[None]:
     """A default device that is set, not entered; the tests' own comes back."""
-    before = None if modes.default_device() is None else torch.get_default_device()
+    before = (
+        None if modes.function_modes().device is None else torch.get_default_device()
+    )
     torch.set_default_device(device)
     try:
         yield
