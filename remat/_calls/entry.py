@@ -25,6 +25,7 @@ from remat._regions.traced import TracedRegion
 from remat._switches.blocks import is_first_order
 from remat._switches.numerics import Numerics
 from remat._torch import levels, trees
+from remat._tracing.arguments import require_apart
 from remat._tracing.open_sizes import Template
 
 clock = itertools.count()  # of uses
@@ -109,7 +110,10 @@ class Entry:
     def call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
         """Runs the region and writes changed buffers back, once."""
         call, given = Call(self.region, roots, numerics, self.labels), list(tensors)
-        for index in (*self.written, *self.changed):
+        writes = (*self.written, *self.changed)
+        if writes:
+            require_apart(tensors, writes, self.labels)
+        for index in writes:
             # The backward must find what the forward found.
             given[index] = opaque_copy(given[index])
         returned, mutations = bind_all(call, given)
@@ -119,7 +123,7 @@ class Entry:
         for place, new in zip(self.changed, returned[count:], strict=True):
             assert new is not None, "the copy of an argument is returned"
             tensors[place].copy_(new)
-        if self.written or self.changed:
+        if writes:
             returned = self._with_changed(returned[:count], tensors)
         result = self.result(returned, roots)
         for way in self.hooked:

@@ -1,13 +1,15 @@
 """The arguments of a call: what messages call their leaves, and that they stay as they are."""
 
 import inspect
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 
-from remat._errors import SideEffectError
-from remat._torch import trees
+from remat._errors import MutationError, SideEffectError
+from remat._torch import levels, trees
+from remat._torch.tensors import have_a_number_in_common, storage_key
 from remat._user_lines import user_line
 
 _BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
@@ -80,6 +82,38 @@ class Given:
                 do="Return what is new, and let the caller put it in; or let the function "
                 "change a copy, as by list(x) or dict(x).",
             )
+
+
+def require_apart(
+    tensors: Sequence[Tensor], written: Iterable[int], labels: Sequence[str]
+) -> None:
+    """Refuses operands of which the function writes to one that shares memory with another."""
+    below = levels.all_unwrapped(tensors)
+    places = range(len(below))
+    keys = [
+        storage_key(each) if type(each) in _STRIDED else -place
+        for place, each in zip(places, below, strict=True)
+    ]
+    if len({*keys}) == len(keys):
+        return
+    for place, other in itertools.product(written, places):
+        if place == other or keys[place] != keys[other]:
+            continue
+        if have_a_number_in_common(below[place], below[other]):
+            names = (labels[place], labels[other])
+            one, same = (each if "`" in each else f"`{each}`" for each in names)
+            raise MutationError.of(
+                where=f"the call at {user_line()}",
+                what=f"{one} shares memory with {same}, and the function writes to it.",
+                why="A trace takes each for memory of its own: what is written to one "
+                "would not show in the other.",
+                do="Pass the tensor that both are views of, and make these inside; or "
+                'use engine="rerun".',
+            )
+
+
+# Fake tensors are looked at where they were made.
+_STRIDED = frozenset((Tensor, nn.Parameter, nn.Buffer))
 
 
 def _contents(tree: Any) -> tuple[list[Any], Any]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat import remat
+from remat import MutationError, remat
 from remat._torch import trees
 from tests.support import assert_bitwise, grads, seeded
 
@@ -208,3 +208,75 @@ def test_a_gradient_that_is_written_to_a_detached_alias_is_returned(alias: Any):
         return [y.detach(), x, *torch.autograd.grad(y.square().sum(), w)]
 
     assert_bitwise(gradient(remat(fun)), gradient(fun))
+
+
+Pair = tuple[Tensor, Tensor]
+#: Two tensors of one storage that have numbers in common, and two that have none.
+IN_COMMON: dict[str, Callable[[Tensor], Pair]] = {
+    "view": lambda t: (t, t[0]),
+    "view_written": lambda t: (t[1], t),
+    "past_the_version": lambda t: (t, t.data[0]),
+    "bits": lambda t: (t, t.view(torch.int64)[0].view(torch.float64)),
+    "diagonal": lambda t: (t.diagonal(), t[2]),
+}
+APART: dict[str, Callable[[Tensor], Pair]] = {
+    "rows": lambda t: (t.data[0], t.data[1]),
+    "columns": lambda t: (t.data[:, 0], t.data[:, 2]),
+    "empty": lambda t: (t, t[:0].sum(0)[:0]),
+    "parts": lambda t: (t.real, t.clone()),
+}
+
+
+def writes(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    a.mul_(2)
+    return x.sin() * b.sum()
+
+
+def _given(pair: Callable[[Tensor], Pair]) -> tuple[Tensor, Tensor, Tensor]:
+    return seeded(4).requires_grad_(), *pair(seeded(4, 4, seed=1))
+
+
+def _values(fun: Any, pair: Callable[[Tensor], Pair]) -> list[Tensor]:
+    x, a, b = _given(pair)
+    y = fun(x, a, b)
+    return [y.detach(), a, b, *torch.autograd.grad(y.sum(), x)]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("pair", IN_COMMON.values(), ids=IN_COMMON)
+def test_a_write_that_shows_in_another_operand_is_refused(
+    pair: Callable[[Tensor], Pair],
+) -> None:
+    """Before anything changes, captured tensors too; a run again sees it."""
+    region = remat(writes)
+    _values(region, APART["rows"])  # the trace is there, and its operands were apart
+    x, a, b = _given(pair)
+    before = a.clone()
+
+    with pytest.raises(MutationError, match=r"`a` shares memory with `b`.*make these"):
+        region(x, a, b)
+    with pytest.raises(MutationError, match="`a` shares memory with `b`"):
+        torch.func.grad(lambda x: region(x, a, b).sum())(x.detach())
+    with pytest.raises(MutationError, match="closure variable `a` shares memory with"):
+        remat(lambda x: writes(x, a, b))(x)
+    assert torch.equal(a, before)
+    assert_bitwise(_values(remat(writes, engine="rerun"), pair), _values(writes, pair))
+
+
+@pytest.mark.contract
+@pytest.mark.filterwarnings('ignore:.*engine="rerun"')
+def test_auto_runs_such_a_call_again() -> None:
+    """And only such a one."""
+    region = remat(writes, engine="auto")
+
+    for pair in (APART["rows"], IN_COMMON["view"], APART["rows"], IN_COMMON["view"]):
+        assert_bitwise(_values(region, pair), _values(writes, pair))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("pair", APART.values(), ids=APART)
+def test_a_write_beside_another_operand_is_none_to_it(
+    pair: Callable[[Tensor], Pair],
+) -> None:
+    """One storage may hold many tensors, as that of flattened buffers does."""
+    assert_bitwise(_values(remat(writes), pair), _values(writes, pair))
