@@ -37,6 +37,7 @@ from remat._programs.barriers import with_barriers
 from remat._programs.bindings import bindings_of, fold_products
 from remat._programs.inside_traces import interpret
 from remat._programs.lending import Lender
+from remat._programs.narrowing import narrowed
 from remat._programs.overwriting import with_overwriting
 from remat._torch import guards, modes, schemas, tracer
 from remat._tracing.thread import current
@@ -168,8 +169,13 @@ class Program:
     def _with_barriers(self) -> Graph:
         """The graph for a compiler that sees forward and backward together: see `_programs.barriers`."""
         if not self.num_cotangents:
-            return self.graph
-        return with_barriers(self.graph, self.num_saved, self.num_cotangents)
+            return self._steps
+        return with_barriers(self._steps, self.num_saved, self.num_cotangents)
+
+    @functools.cached_property
+    def _steps(self) -> Graph:
+        """The graph as it runs: see `_programs.narrowing`."""
+        return narrowed(self.graph)
 
     @functools.cached_property
     def _shares_memory(self) -> bool:
@@ -183,11 +189,11 @@ class Program:
         )
 
     def __repr__(self) -> str:
-        return _ProgramWriter(self.graph, self.title, {}).text
+        return _ProgramWriter(self._steps, self.title, {}).text
 
     @functools.cached_property
     def _run(self) -> Callable[[list[Tensor]], list[Any]]:
-        return self._compiled(self.graph)
+        return self._compiled(self._steps)
 
     @functools.cached_property
     def quiet(self) -> Quiet:
@@ -200,8 +206,8 @@ class Program:
     def _short(self) -> Callable[[list[Tensor]], list[Any]]:
         """The program as it runs fastest, if no mode listens for single operators."""
         if self.is_compiled:
-            return compiled.compiled_function(self.graph)
-        folded = fold_products(self.graph)
+            return compiled.compiled_function(self._steps)
+        folded = fold_products(self._steps)
         if interpreted.overhead_dominates(folded, fewest_steps=_FOR_INTERPRETER):
             return interpreted.interpreted_function(folded) or self._compiled(folded)
         reused = with_overwriting(folded)
@@ -218,7 +224,7 @@ class Program:
     @functools.cached_property
     def _watched(self) -> Callable[..., list[Any]]:
         """The program as a `Watcher` hears it: calls its first argument before each step."""
-        return self._compiled(self.graph, is_watched=True)
+        return self._compiled(self._steps, is_watched=True)
 
     def _compiled(
         self, graph: Graph, *, is_watched: bool = False
