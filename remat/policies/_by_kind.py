@@ -26,7 +26,8 @@ _UNBATCHED = (
     "mv addmv dot vdot "  # as JAX's dot_general counts too
     "convolution convolution_overrideable _convolution cudnn_convolution "
     "cudnn_convolution_transpose miopen_convolution mkldnn_convolution "
-    "mkldnn._convolution_pointwise"
+    "mkldnn._convolution_pointwise "
+    "convolution_backward"  # at a further order, whose products by a backward are these
 )
 _MATMULS = _BATCHED.union(_UNBATCHED.split())
 _ATTENTION_FUNCTIONS = frozenset({"scaled_dot_product_attention", "flex_attention"})
@@ -112,7 +113,8 @@ def save_matmul_outputs(value: Value, /) -> bool:
     """Saves the outputs of matrix products and convolutions, as the user wrote them.
 
     These are mm, addmm, bmm, baddbmm, products with vectors, convolutions, and the
-    quantized, grouped and sparse kinds. The products inside
+    quantized, grouped and sparse kinds; in a derivative of a derivative also those of which
+    a backward is made. The products inside
     `scaled_dot_product_attention` and `multi_head_attention_forward` do not count:
     `save_matmul_outputs | save_attention_outputs` saves attention's output too.
 

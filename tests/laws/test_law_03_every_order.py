@@ -164,6 +164,25 @@ def test_a_norm_that_is_saved_is_computed_once(nest: str) -> None:
     assert count_operators(run)["aten.native_layer_norm"] == 1
 
 
+def convolved(w: Any, x: Any) -> Any:
+    """Two convolutions along each row: the backward convolves the gradient between them."""
+    h = x[:, None]
+    for k in range(2):
+        h = torch.tanh(torch.conv1d(h, w[k : k + 1, None, :3], padding=1))
+    return h[:, 0]
+
+
+def test_what_a_backward_convolves_is_saved_as_a_product_is() -> None:
+    """By `save_matmul_outputs`, as JAX's `dots_saveable` does."""
+    found: list[int] = []
+    for f in (convolved, remat(convolved, policy=POLICIES["matmuls"])):
+        run = functools.partial(NESTS["grad(grad)"], TORCH, f, weights("gated")[0], X)
+        run()
+        found.append(count_operators(run)["aten.convolution_backward"])
+
+    assert found[1] == found[0]
+
+
 def attention(w: Any, x: Any) -> Any:
     """Both halves of a row attend to each other: products of what is seen by views."""
     h = torch.cat([x, x[:, :1]], 1).unflatten(1, (2, -1))

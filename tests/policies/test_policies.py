@@ -48,6 +48,7 @@ VALUES = {
     "einsum": value(ATEN.bmm.default, shape=(1, 8, 8), function="einsum"),
     "conv": value(ATEN.convolution.default, shape=(1, 2, 3, 3), function="conv2d"),
     "conv1d": value(ATEN.convolution.default, shape=(4, 2, 8), function="conv1d"),
+    "conv backward": value(ATEN.convolution_backward.default, shape=(4, 2, 8)),
     "dot": value(ATEN.dot.default, shape=(), size_bytes=4, function="dot"),
     "scores": value(
         ATEN.bmm.default,
@@ -76,7 +77,8 @@ VALUES = {
     "sin": value(ATEN.sin.default, size_bytes=512, function="sin"),
 }
 MATMULS_NO_BATCH = {
-    "mm", "named mm", "linear", "einsum", "conv", "conv1d", "dot", "mha projection",
+    "mm", "named mm", "linear", "einsum", "conv", "conv1d", "conv backward", "dot",
+    "mha projection",
 }  # fmt: skip
 NAMED = {"named input", "named mm", "two names"}
 
