@@ -21,16 +21,20 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, final
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat._graph import operators
-from remat._graph.meta import TensorMeta, layout_of
+from remat._graph.meta import TensorMeta, is_alike, layout_of
 from remat._graph.numbering import Numbering
 from remat._graph.values import Building, Graph, Ref, Value, prune, roots
 from remat._partition.analysis import bytes_of
 from remat._partition.peak import peak_of_run
 from remat._torch import autograd, guards, levels
+
+_VIEW: Any = torch.ops.aten.view.default
+_VIEWS = (_VIEW, torch.ops.aten._unsafe_view.default)
 
 _Run = Callable[[list[Tensor]], list[Any]]  # a function that empties a list of inputs
 #: Which input of the program before each input is, None for another one.
@@ -45,9 +49,15 @@ _MOST_LOANS = 16  # how many programs back one may take from, a heuristic
 
 
 def _identity(tensor: Tensor) -> Hashable:
-    """What is the same of two inputs that are one; while it exists, no other storage is equal."""
+    """What is the same of two inputs that are one; while it exists, no other storage is equal.
+
+    Two that are laid out densely are one if their elements are, in whatever shape: a product of
+    a stack waits as a matrix, and reaches the backward as a stack.
+    """
     memory = StorageWeakRef(tensor.untyped_storage())
-    place = tensor.storage_offset(), layout_of(tensor)
+    shape, stride, *others = layout_of(tensor)
+    spread = (tensor.numel(),) if tensor.is_contiguous() else (shape, stride)
+    place = tensor.storage_offset(), spread, *others
     return (memory, *place, *levels.versions_of([tensor]))
 
 
@@ -228,12 +238,17 @@ def _equal_values(
     anyhow.
     """
     known = {k: place for k, place in enumerate(places) if place is not None}
-    line, numbering = Building(first.values, known), Numbering(first.values)
+    line, numbering = Building(first.values, {}), Numbering()
+    for index, value in enumerate(first.values):
+        numbering.add(value, _before_views(first.values, index))
     ones = {numbering.numbers[index]: index for index in _lendable(first)}
     for index, value in enumerate(second.values):
-        if index not in line.places:
-            line.copy(index, value)
-            numbering.add(line.values[-1])
+        if index in known:
+            # The other program's input may have another shape.
+            value, line.places[index] = _reshaped(index, value.meta), known[index]
+        line.copy(index, value)
+        last = len(line.values) - 1
+        numbering.add(line.values[last], _before_views(line.values, last))
     numbers = {k: numbering.numbers[line.places[k]] for k in _lendable(second)}
     equal = {k: ones[number] for k, number in numbers.items() if number in ones}
     seen = set[int]()
@@ -244,6 +259,21 @@ def _equal_values(
             seen.add(index)
             pending += () if index in equal else second.values[index].uses
     return tuple((equal[index], index) for index in sorted(seen.intersection(equal)))
+
+
+def _reshaped(index: int, meta: Any) -> Value:
+    """The step that gives a value this shape."""
+    return Value(_VIEW, (Ref(index), list(meta.shape)), meta=meta)
+
+
+def _before_views(values: Sequence[Value], index: int) -> int | None:
+    """What a value is again, if it is that in its own shape by one view after another."""
+    meta = values[index].meta
+    while values[index].op in _VIEWS:
+        index = values[index].args[0].index
+        if is_alike(values[index].meta, meta):
+            return index
+    return None
 
 
 def _lendable(graph: Graph) -> list[int]:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad
+from torch.func import grad, vmap
 
-from remat import remat
+from remat import policies, remat
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, Ref, Value
 from remat._programs import lending
@@ -161,6 +161,31 @@ def test_plain_autograd_outside_takes_values_too() -> None:
 
     torch.testing.assert_close(run(), stack(layer, 1)())
     assert tanhs(run) == 3
+
+
+def test_a_product_of_a_stack_is_one_value_in_whatever_shape() -> None:
+    """It waits as a matrix, and reaches the backward of each example as a stack."""
+    region, x = remat(layer, policy=policies.save_matmul_outputs), seeded(2, 3, 4)
+
+    def run() -> Tensor:
+        def size(w: Tensor) -> Tensor:
+            each = grad(lambda w, x: region(w, x[None]).square().sum())
+            return vmap(lambda x: each(w, x))(x).square().sum()
+
+        return grad(size)(WEIGHT)
+
+    assert tanhs(run) == 3
+
+
+def test_a_view_of_its_own_shape_is_what_it_views() -> None:
+    """Of dense elements alone: a transpose has others in its places."""
+    x = seeded(2, 6)
+
+    assert lending._identity(x) == lending._identity(x.view(3, 4))
+    assert lending._identity(x) != lending._identity(x.t())
+    assert lending._identity(x[:, :3]) != lending._identity(
+        x[:, :3].unflatten(1, (1, 3))
+    )
 
 
 def test_a_tensor_that_was_written_to_is_another_one() -> None:
