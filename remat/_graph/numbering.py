@@ -8,7 +8,7 @@ Schwartz, 1970), and what replaces tags on operators for nested regions.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -61,13 +61,16 @@ def same_outputs(first: Graph, second: Graph) -> bool:
     """Whether two graphs over the same inputs, some of which one may lack, return equal elements.
 
     A copy is equal to what it copies, wherever nothing reads memory as it lies: autograd copies
-    the gradient of a tensor that was written in place, and fills a part of it with zeros.
+    the gradient of a tensor that was written in place, and fills a part of it with zeros. Sums of
+    the same terms are equal but for rounding: a region inside of another one sums its own
+    gradients of an operand before those of others are added.
     """
     most = max(first, second, key=lambda graph: graph.num_inputs)
     line = Building(most.values[: most.num_inputs], {})
     numbering = Numbering(line.values)
     steps = (*first.values, *second.values)
     is_by_layout = any("as_strided" in operators.short_name(each.op) for each in steps)
+    terms: dict[int, list[int]] = {}  # of each sum, by their numbers
 
     def numbers_of(graph: Graph) -> list[int | None]:
         line.places = {index: index for index in range(graph.num_inputs)}
@@ -76,11 +79,25 @@ def same_outputs(first: Graph, second: Graph) -> bool:
             value = line.values[-1]
             is_copy = value.op is _aten.clone.default and not is_by_layout
             like = value.args[0].index if is_copy else None
+            if _is_sum(value, line.values):
+                parts = [part for use in value.uses for part in terms.get(use, (use,))]
+                parts.sort(key=numbering.numbers.__getitem__)
+                terms[len(line.values) - 1] = parts
+                value = dataclasses.replace(value, args=tuple(map(Ref, parts)))
             numbering.add(_with_plain_zeros(value), like)
         refs = line.refs(graph.outputs)
         return [None if ref is None else numbering.numbers[ref.index] for ref in refs]
 
     return numbers_of(first) == numbers_of(second)
+
+
+def _is_sum(value: Value, values: Sequence[Value]) -> bool:
+    """Whether a step adds two tensors of its own shape and dtype."""
+    if value.op is not _aten.add.Tensor or value.kwargs:
+        return False
+    metas = [value.meta, *(values[use].meta for use in value.uses)]
+    kinds = {(m.shape, m.dtype) for m in metas if isinstance(m, TensorMeta)}
+    return len(metas) == 3 and len(kinds) == 1
 
 
 def _with_plain_zeros(value: Value) -> Value:

@@ -9,7 +9,7 @@ figures stand in `jax_counts.json`, which `tests/benchmarks/jax_counts.py` print
 import functools
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,25 @@ def test_what_a_backward_convolves_is_saved_as_a_product_is() -> None:
         found.append(count_operators(run)["aten.convolution_backward"])
 
     assert found[1] == found[0]
+
+
+def in_two_steps(unit: Callable[[Function], Function]) -> Function:
+    """A region around two of its kind, which both read the weight and the input twice."""
+    step = unit(lambda w, x: torch.tanh(x[0] @ w + x[1] @ w.mT))
+    return unit(lambda w, x: step(w, (step(w, (x, x)), x)))
+
+
+def test_the_order_of_a_sum_closes_no_region() -> None:
+    """A region inside adds its own gradients up before they are added to the others."""
+    run = NESTS["grad(grad) by x"]
+    w, found = weights("gated")[0], list[dict[str, int]]()
+    for unit in (lambda f: f, functools.partial(remat, policy=POLICIES["everything"])):
+        f = in_two_steps(unit)
+        run(TORCH, f, w, X)
+        ran = count_operators(run, TORCH, f, w, X)
+        found.append({each: ran[each] for each in ("aten.mm", "aten.tanh")})
+
+    assert found[0] == found[1]
 
 
 def attention(w: Any, x: Any) -> Any:
