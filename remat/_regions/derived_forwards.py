@@ -225,11 +225,27 @@ def dual(primal: Tensor, tangent: Tensor) -> Tensor:
     return _make_dual(primal, tangent)
 
 
-def moved_outputs(forward: Forward) -> tuple[int, ...]:
-    """Which outputs of a region with this forward have tangents."""
-    graph = forward.program.graph
-    found = graph.metas(graph.outputs[: forward.shape[0]])
-    return tuple(place for place, meta in enumerate(found) if meta.is_differentiable)
+def moved_outputs(
+    forward: Forward, has_tangent: Sequence[bool] | None = None
+) -> tuple[int, ...]:
+    """Which outputs of a region with this forward have tangents, where these operands have; or all.
+
+    What waited for it counts as moved: it was made of operands.
+    """
+    graph, skip = forward.program.graph, forward.num_leading
+    outputs = graph.outputs[: forward.shape[0]]
+    given = has_tangent or [True] * (graph.num_inputs - skip)
+    reached = {*range(skip), *(skip + k for k, has in enumerate(given) if has)}
+    for index, value in enumerate(graph.values):
+        if not reached.isdisjoint(value.uses):
+            reached.add(index)
+    return tuple(
+        place
+        for place, (ref, meta) in enumerate(
+            zip(outputs, graph.metas(outputs), strict=True)
+        )
+        if meta.is_differentiable and ref is not None and ref.index in reached
+    )
 
 
 def tangent_metas(

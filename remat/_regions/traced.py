@@ -386,10 +386,18 @@ class TracedRegion:
 
     @_once
     def jvp(
-        self, roots: Roots, has_tangent: tuple[bool, ...], num_states: int
+        self,
+        roots: Roots,
+        has_tangent: tuple[bool, ...],
+        num_states: int,
+        moved: tuple[int, ...] | None = None,
     ) -> tuple[TracedRegion, tuple[int, ...]]:
-        """The region: operands, generator states, tangents -> the tangents of these outputs."""
-        moved = moved_outputs(self.forward(roots, save=False))
+        """The region: operands, generator states, tangents -> the tangents of these outputs.
+
+        Of all that can have one unless told otherwise, zeros included.
+        """
+        if moved is None:
+            moved = moved_outputs(self.forward(roots, save=False))
         if not moved:
             return self, moved  # there is no tangent to compute
         outputs = tuple(self.chosen[index] for index in moved)
@@ -412,7 +420,7 @@ class TracedRegion:
     def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> Pushed:
         """The region of the outputs and then their tangents; it takes operands, then tangents."""
         chosen = self.chosen
-        moved = moved_outputs(self.forward(roots, save=False))
+        moved = moved_outputs(self.forward(roots, save=False), has_tangent)
         if not moved:
             # Views of operands carry the operands' own tangents: nothing runs.
             return Pushed(self, moved)
@@ -428,7 +436,7 @@ class TracedRegion:
         is_given = save or not self.keeps
         if is_given:
             forward = self.forward(roots, save)
-            below = self.jvp(roots, has_tangent, forward.shape[3])[0]
+            below = self.jvp(roots, has_tangent, forward.shape[3], moved)[0]
             tangents = below.forward(roots, save=False)
             origin = pushed_forward(forward, tangents, below.every_view)
         else:

@@ -218,6 +218,22 @@ def test_a_mapped_program_inside_a_trace() -> None:
     torch.testing.assert_close(found, expected)
 
 
+def test_what_no_tangent_reaches_has_none() -> None:
+    """Neither an output, nor a value that is saved: zeros would be held and multiplied."""
+
+    def f(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh((x * x).sin() @ w), x.exp()
+
+    region = remat(f, policy=policies.everything_saveable)
+    with forward_ad.dual_level():
+        _, still = region(forward_ad.make_dual(W, V), X)
+        assert forward_ad.unpack_dual(still).tangent is None
+    gradient = grad(lambda w: region(w, X)[0].square().sum())
+    jvp(gradient, (W,), (V,))
+    ran = count_operators(lambda: jvp(gradient, (W,), (V,)))
+    assert not ran["aten.zeros_like"]
+
+
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 def test_tangents_of_what_has_no_gradient_beside_what_has_one(engine: Any) -> None:
     """A captured weight wants a gradient, the input has a tangent: each output has its own."""
