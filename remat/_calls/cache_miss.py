@@ -7,7 +7,7 @@ changes afterwards: `trace_call`, `cover`, then `analyze`, `decide` and `cut` of
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import final
 
 from torch import Tensor
@@ -138,6 +138,15 @@ def _compiled_region(
     )
 
 
+def _guard_of(captured: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """The check of an entry's captured tensors, as those that `functional_call` puts in place."""
+    if all(map(guards.is_plain, captured)):
+        return guards.tensor_guard(captured)
+    is_told = all(map(guards.is_told_by_wrapper, captured))
+    is_told = is_told and guards.is_under_reverse_mode()
+    return guards.wrapped_guard(captured) if is_told else None
+
+
 def _compiled_entry(
     traced: TracedCall,
     covered: _captures.Covered,
@@ -149,11 +158,10 @@ def _compiled_entry(
     joint, captured = stages.joint, traced.captured
     place_of = {id(root): place for place, root in enumerate(roots)}
     values = joint.graph.values
-    is_guarded = all(map(guards.is_plain, captured))
     return Entry(
         covered=covered,
         stages=stages,
-        guard=guards.tensor_guard(captured) if is_guarded else None,
+        guard=_guard_of(captured),
         region=region,
         output=traced.output,
         labels=names,

@@ -525,9 +525,11 @@ class RematModule(nn.Module):
         """What it is around; of a copy of these attributes, a module with the copy's parts."""
         own = self.__dict__
         module = own["__wrapped__"]
-        if all(own[name] is module.__dict__[name] for name in _SHARED):
-            return module
-        return copied(module, **{name: own[name] for name in _SHARED})
+        # At each call: a generator would take a frame of Python for each name.
+        for name in _SHARED:
+            if own[name] is not module.__dict__[name]:
+                return copied(module, **{name: own[name] for name in _SHARED})
+        return module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; its backward will recompute."""

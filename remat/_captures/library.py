@@ -61,6 +61,8 @@ def users_hooks() -> dict[int, Any]:
     A number is given once. Libraries, which register theirs anew at each use, are left out.
     """
     found = hooks_for_all()
+    if not found:
+        return found
     return {key: hook for key, hook in found.items() if _is_users(hook)}
 
 

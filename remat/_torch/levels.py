@@ -179,7 +179,11 @@ def all_unwrapped(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The tensors below all torch.func wrappers."""
     unwrap = functorch.get_unwrapped
     while any(map(is_wrapped, tensors)):
-        tensors = [unwrap(each) if is_wrapped(each) else each for each in tensors]
+        below: list[Tensor] = []
+        # At several places of each call: Python 3.11 makes a frame for a comprehension.
+        for each in tensors:
+            below.append(unwrap(each) if is_wrapped(each) else each)
+        tensors = below
     return tensors
 
 

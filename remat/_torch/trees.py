@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 _Tree = TypeVar("_Tree")
 
+_CONTAINERS = frozenset({tuple, list, dict})
+
 
 def tensor_leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -48,16 +50,22 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
 def _built(spec: Any, leaves: Iterator[Any]) -> Any:
     if spec.is_leaf():
         return next(leaves)
-    parts = [_built(each, leaves) for each in spec.children()]
+    # Most parts are leaves: each call of a region puts its results together so.
+    parts = [
+        next(leaves) if each.is_leaf() else _built(each, leaves)
+        for each in spec.children()
+    ]
     if spec.type is torch.Size:
         return torch.Size(parts)
-    built = pytree.SUPPORTED_NODES[spec.type].unflatten_fn
-    return built(parts, _own_containers(spec.context))
+    built, context = pytree.SUPPORTED_NODES[spec.type].unflatten_fn, spec.context
+    return built(parts, None if context is None else _own_containers(context))
 
 
 def _own_containers(context: Any) -> Any:
     """A context with lists and dicts of its own: what is put together may change them."""
     if type(context) in (tuple, list):
+        if _CONTAINERS.isdisjoint(map(type, context)):
+            return type(context)(context)
         return type(context)(map(_own_containers, context))
     if type(context) is dict:
         items = cast("dict[Any, Any]", context).items()
@@ -109,9 +117,11 @@ class Frame:
     def around(self, tensors: Sequence[Any]) -> Any:
         if self.is_leaf:
             return tensors[0]
+        if not self.statics:
+            return _built(self.spec, iter(tensors))
         rest, fixed = iter(tensors), iter(self.statics)
         leaves = [next(rest) if each else next(fixed) for each in self.is_tensor]
-        return unflatten(leaves, self.spec)
+        return _built(self.spec, iter(leaves))
 
 
 def leaves_with_path(tree: Any) -> list[tuple[list[str], Any]]:

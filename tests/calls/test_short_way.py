@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.func import grad, jvp, vjp, vmap
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vjp, vmap
 
 import remat as package
 from remat import SavedTensorModifiedError, first_order, policies, remat
@@ -85,6 +85,71 @@ def test_a_call_and_its_backward_take_few_frames(
     region = remat(layer, policy=POLICIES[kind])
 
     assert count_frames(lambda: way(region)) <= most
+
+
+def in_a_pair(w: Tensor, x: Tensor, b: Tensor) -> Any:
+    h = x @ w + b
+    return h.tanh(), {"input": x, "sine": h.sin()}
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize(("mapped", "most"), [(False, 40), (True, 80)])
+def test_results_in_containers_take_few_frames(
+    kind: str, mapped: bool, most: int
+) -> None:
+    """Tuples and dicts, an input among the results."""
+    region = remat(in_a_pair, policy=POLICIES[kind])
+
+    def summed(w: Tensor, x: Tensor, b: Tensor) -> Tensor:
+        value, others = region(w, x, b)
+        return value.sum() + others["input"].sum() + others["sine"].sum()
+
+    way = of_each if mapped else gradient
+    assert count_frames(lambda: way(summed)) <= most
+
+
+def of_parameters(module: nn.Module) -> Any:
+    """What `functional_call` puts in place of parameters is captured, and wrapped."""
+    given = {name: each.detach() for name, each in module.named_parameters()}
+    return lambda x: grad(lambda p: functional_call(module, p, (x,)).sum())(given)
+
+
+@pytest.mark.parametrize(("mapped", "most"), [(False, 44), (True, 88)])
+def test_a_module_takes_few_frames_too(mapped: bool, most: int) -> None:
+    """Under `functional_call`; a module's attributes take some."""
+    module: Any = remat(nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double())
+    way = of_parameters(module)
+
+    assert count_frames(lambda: (vmap(way) if mapped else way)(X)) <= most
+
+
+@pytest.mark.parametrize("first", ["plain", "grad", "grad of grad", "each"])
+def test_parameters_of_any_level_get_their_gradients(first: str) -> None:
+    """Whichever way the module is called first."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double()
+    given = {name: each.detach() for name, each in module.named_parameters()}
+
+    def gradient(f: nn.Module, p: Any, x: Tensor = X) -> Any:
+        return grad(lambda p: functional_call(f, p, (x,)).square().sum())(p)
+
+    def size(f: nn.Module, p: Any) -> Tensor:
+        return torch.stack([each.square().sum() for each in gradient(f, p).values()])
+
+    ways: dict[str, Callable[[nn.Module], Any]] = {
+        "plain": lambda f: torch.autograd.grad(f(X).sum(), [*module.parameters()]),
+        "grad": lambda f: gradient(f, given),
+        "grad of grad": lambda f: grad(lambda p: size(f, p).sum())(given),
+        "each": lambda f: vmap(lambda x: gradient(f, given, x))(X),
+        "of leaves": lambda f: gradient(f, dict(module.named_parameters())),
+        "doubled": lambda f: gradient(
+            f, {name: each * 2 for name, each in given.items()}
+        ),
+    }
+    region: Any = remat(module)
+
+    for name in (first, *ways, *ways):
+        torch.testing.assert_close(ways[name](region), ways[name](module))
 
 
 @pytest.mark.parametrize("kind", POLICIES)
