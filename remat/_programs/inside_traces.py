@@ -257,11 +257,13 @@ def _norm_backward(op: Any, *args: Any) -> Any:
 # Obsolete when views do not mind how examples lie in memory, when torch's rules are right for
 # index_fill where the values are mapped and the tensor is not, for the backwards of norms in mixed
 # precision, and for the derivative of select_scatter, and when there are some for copy,
-# which replaces a write to a strided view, for index_put by a mask, and for the backward of a
-# fused norm, which it would run example by example.
+# which replaces a write to a strided view, for index_put by a mask, for lazy negation, which stands
+# in a trace of `z.conj().imag`, and for the backward of a fused norm, which it would run example by
+# example.
 _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
+    _aten._neg_view.default: _aten.neg.default,
     _aten.index_fill.int_Tensor: _index_fill,
     _aten.index_put.default: _index_put,
     _aten.copy.default: _copy,
