@@ -237,6 +237,17 @@ def _index_put(
     return torch.where(mask[(..., *[None] * rest)], values, tensor)
 
 
+def _scattered(
+    run: Callable[..., Tensor], tensor: Tensor, source: Tensor, dim: int = 0, *at: Any
+) -> Tensor:
+    """A write to a part of a complex tensor, as one to a part of its real and imaginary parts."""
+    tensor, source = (
+        torch.view_as_real(each.to(tensor.dtype).resolve_conj())
+        for each in (tensor, source)
+    )
+    return torch.view_as_complex(run(tensor, source, dim % (tensor.dim() - 1), *at))
+
+
 #: Backwards of norms, and which argument of each is the weight.
 _NORM_BACKWARDS = {
     _aten.native_layer_norm_backward.default: 5,
@@ -273,6 +284,9 @@ _BATCHABLE: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
+_SCATTERING = (_aten.slice_scatter.default, _aten.select_scatter.default)
+
+
 def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operator; where it lacks the derivative that is recorded, with that of its parts."""
     is_mapped = levels.is_mapped()
@@ -285,6 +299,9 @@ def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
         # Torch's derivative by the value asks which indices there are. The backward of trace is
         # one. Obsolete when it does not.
         parts = _index_fill
+    if op in _SCATTERING and args[0].is_complex():
+        # Torch has a derivative for real numbers alone. Obsolete when it has one.
+        parts = functools.partial(_scattered, run)
     if parts is None or not (is_recorded or levels.dual_level_is_active()):
         return run(*args, **kwargs)
     made: Any = parts(*args, **kwargs)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from remat import policies, remat
-from tests.support import seeded
+from tests.support import count_operators, seeded
 
 pytestmark = pytest.mark.contract
 
@@ -34,3 +34,48 @@ def test_a_lazy_negation_is_mapped() -> None:
     region = remat(rotated, policy=policies.save_matmul_outputs)
 
     torch.testing.assert_close(sizes(region), sizes(rotated))
+
+
+def filtered(w: Tensor, x: Tensor) -> Tensor:
+    """A product of spectra, whose backward writes to parts of a complex tensor."""
+    spectrum = torch.fft.rfft(torch.tanh(x @ w))
+    return torch.fft.irfft(spectrum * spectrum, n=3)
+
+
+def test_writes_to_parts_of_complex_tensors_have_derivatives() -> None:
+    """Torch's derivative of a scatter is for real numbers: the region stayed closed."""
+
+    def second(f: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        first = grad(lambda w: f(w, X).square().sum())
+        return grad(lambda w: first(w).square().sum())(W)
+
+    region = remat(filtered, policy=policies.everything_saveable)
+    torch.testing.assert_close(second(region), second(filtered))
+    found, plain = (count_operators(second, f) for f in (region, filtered))
+
+    for each in ("aten.mm", "aten.tanh", "aten._fft_r2c", "aten._fft_c2r"):
+        assert found[each] == plain[each]
+
+
+def test_one_place_of_a_complex_tensor_is_written_too() -> None:
+    """By a select, where a level maps it and where none does."""
+
+    def written(w: Tensor, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(torch.tanh(x @ w))
+        changed = torch.cat([spectrum, spectrum], -1)
+        changed[..., 1] = spectrum[..., 0] * spectrum[..., -1]
+        return (changed * changed).abs()
+
+    def first(f: Callable[[Tensor, Tensor], Tensor], w: Tensor, x: Tensor) -> Tensor:
+        return grad(lambda w: f(w, x).square().sum())(w)
+
+    region = remat(written, policy=policies.save_matmul_outputs)
+    for f in (
+        lambda f, w: first(f, w, X),
+        lambda f, w: vmap(lambda x: first(f, w, x))(X),
+    ):
+        found, expected = (
+            grad(lambda w, f=f, each=each: f(each, w).square().sum())(W)
+            for each in (region, written)
+        )
+        torch.testing.assert_close(found, expected)
