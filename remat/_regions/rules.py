@@ -403,10 +403,26 @@ def pulled_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> Region:
     if call.is_last:
         raise second_derivative(call)
     layouts = tuple([None if each is None else layout_of(each) for each in cotangents])
-    wanted = ctx.needs_input_grad[1:]
+    ctx.wanted = _wanted(ctx)
     switches = Numerics.current()
-    asked = Asked(layouts, wanted, ctx.num_states, switches, call.is_borrowing)
+    asked = Asked(layouts, ctx.wanted[1:], ctx.num_states, switches, call.is_borrowing)
     return call.region.vjp(call.roots, asked)
+
+
+def _wanted(ctx: Any) -> tuple[bool, ...]:
+    """The operands whose gradients are wanted, behind one for the first argument.
+
+    Under `torch.autograd.grad(y, x, create_graph=True)` not those by weights, although these
+    require grad. Without `create_graph` asking would take as long as some small operators.
+    """
+    needed: tuple[bool, ...] = ctx.needs_input_grad
+    if not (torch.is_grad_enabled() and autograd.is_plain_autograd()):
+        return needed
+    nodes: list[Any] = [node for node, _ in ctx.next_functions]
+    asked = (False, *map(autograd.is_asked_for, nodes))
+    pairs = zip(needed, asked, strict=True)
+    wanted = tuple([is_needed and is_asked for is_needed, is_asked in pairs])
+    return wanted if any(wanted) else needed
 
 
 def node_gradients(
@@ -433,7 +449,7 @@ def node_gradients(
     except RuntimeError as error:
         out_of_memory.note(error, "backward", call, [ctx])
         raise
-    return by_operand(ctx.needs_input_grad, found)
+    return by_operand(ctx.wanted, found)
 
 
 @dynamo.unseen_by_dynamo

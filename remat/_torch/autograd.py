@@ -56,6 +56,19 @@ is_batched_by_autograd: Callable[[Tensor], bool] = functorch_c.is_legacy_batched
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 # Whether the backward that is under way on this thread runs a node of autograd's.
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+
+
+def is_asked_for(node: Any) -> bool:
+    """Whether the backward that is under way goes on to a node; None is that of a constant.
+
+    Torch raises for a leaf by which `torch.autograd.grad` differentiates.
+    """
+    try:
+        return node is not None and will_execute(node)
+    except RuntimeError:
+        return True
+
+
 # Whether the backward that runs may run once more: `retain_graph=True`.
 keeps_graph: Callable[[], bool] = _c_autograd._get_current_graph_task_keep_graph
 # Calls a function when the run of autograd that is under way ends without an error.

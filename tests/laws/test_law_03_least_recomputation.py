@@ -238,3 +238,28 @@ def test_nothing_runs_again_where_nothing_is_read():
     counts = backward_operators(remat(fun), *args)
 
     assert counts["aten.mm"] + counts["aten.linear"] + counts["aten.addmm"] == 2
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_a_gradient_to_be_differentiated_is_that_which_was_asked_for(engine, is_leaf):
+    """By the input, although the weights require grad: as of a network that solves an equation."""
+
+    def fun(x, w, v):
+        return torch.tanh(torch.tanh(x @ w) @ v)
+
+    given = seeded(3, 4), seeded(4, 5, seed=1), seeded(5, 2, seed=2)
+    counts, found = [], []
+    for f in (fun, remat(fun, engine=engine)):
+        leaf, w, v = (each.clone().requires_grad_() for each in given)
+        x = leaf if is_leaf else leaf * 1.0
+
+        def slope(f=f, x=x, w=w, v=v):
+            return torch.autograd.grad(f(x, w, v).sum(), x, create_graph=True)[0]
+
+        slope()
+        counts.append(count_operators(slope)["aten.mm"])
+        found.append(torch.autograd.grad(slope().square().sum(), (leaf, w, v)))
+
+    assert counts[1] == counts[0] + 2
+    torch.testing.assert_close(found[1], found[0])
