@@ -30,6 +30,15 @@ class Stage:
     output_bytes: int = 1
     record_bytes: int = 1
 
+    def __post_init__(self) -> None:
+        if min(self.cost, self.state_bytes, self.output_bytes, self.record_bytes) < 0:
+            raise ScheduleError.of(
+                where=f"{self!r}",
+                what="has a number below 0.",
+                why="Costs and bytes are added up, and the least is chosen.",
+                do="Pass numbers of at least 0.",
+            )
+
 
 class AbstractSchedule(abc.ABC):
     """A rule for which states a stack of stages keeps and what it recomputes.

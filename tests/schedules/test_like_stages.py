@@ -1,5 +1,6 @@
 """Schedules of like stages: legal, as few evaluations as the theory says, no more held."""
 
+import dataclasses
 import functools
 import math
 from collections import Counter
@@ -200,3 +201,14 @@ def test_counts_are_checked(kind: type, value: object):
     """A count is a positive int."""
     with pytest.raises(ScheduleError, match=r"got .*positive int"):
         kind(value)
+
+
+@pytest.mark.parametrize(
+    "field", ["cost", "state_bytes", "output_bytes", "record_bytes"]
+)
+def test_what_a_stage_costs_is_no_gain(field: str):
+    """A schedule that is chosen by the least cost would run such a stage without end."""
+    assert Stage(**{field: 0}) == dataclasses.replace(Stage(), **{field: 0})
+
+    with pytest.raises(ScheduleError, match=rf"{field}=-1.*below 0.*at least 0"):
+        Stage(**{field: -1})
