@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from remat._calls.decorated import is_region
 from remat._errors import require_callable, require_type
 from remat._torch.tensors import storage_key
+from remat._user_lines import warn
 from remat.testing._compare import NotEquivalentError, require_same
 from remat.testing._named_transforms import (
     USUAL,
@@ -120,7 +121,10 @@ def assert_equivalent(
     promised = is_region(g) and g.settings.backend is None
     is_exact = promised if exact is None else exact
 
+    comparison = _Comparison()
+
     def compare(*args: Any, **kwargs: Any) -> Equivalence:
+        comparison.is_made = True
         pair = _ComparedPair(
             f, g, RepeatedCall((f, g), args, kwargs), cotangents, is_exact
         )
@@ -140,6 +144,23 @@ def assert_equivalent(
         return Equivalence(tuple(compared), tuple(excused))
 
     return compare
+
+
+@final
+@dataclasses.dataclass(slots=True)
+class _Comparison:
+    """What `compare` alone holds: it tells of one that was never made."""
+
+    is_made: bool = False
+
+    def __del__(self) -> None:
+        if not self.is_made:
+            warn(
+                where="assert_equivalent(f, g)",
+                what="has compared nothing: what it returns was not called.",
+                why="It compares two calls, and needs their arguments.",
+                do="Pass them: assert_equivalent(f, g)(x).",
+            )
 
 
 #: By what messages call it, a value, and whether its bits are compared.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from remat import policies, remat
+from remat import RematWarning, policies, remat
 from remat.testing import NotEquivalentError, assert_equivalent
 from remat.testing.strategies import Cotangents
 from tests.support import name_of_generator, seeded
@@ -37,6 +37,15 @@ def test_a_region_is_equivalent_under_the_usual_transforms():
     assert "backward" in found.compared
     assert "grad(vmap)" in found.compared
     assert str(found).startswith("equivalent under backward, grad, vjp, ")
+
+
+@pytest.mark.filterwarnings("default::remat.RematWarning")
+def test_what_is_not_called_is_told():
+    """Without the arguments nothing is compared, and a test would pass."""
+    with pytest.warns(RematWarning, match=r"compared nothing.*\(f, g\)\(x\)") as told:
+        assert_equivalent(block, block)
+
+    assert told[0].filename == __file__
 
 
 def sorted_and_whole(x):
