@@ -82,6 +82,8 @@ _LAID_OUT_LIKE: dict[Any, tuple[int, ...]] = {
 _VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 # What errors say that stand for values which a trace has not.
 _OF_VMAP = "We do not support batching operators that can support dynamic shape"
+# The second where an operator, such as torch.from_file, is given no tensor.
+_LACKING_FAKE = ("There was no fake impl registered", "there was no fake impl or Meta")
 _LACKING_VALUES = (
     "trying to get a value out of a tracing tensor",
     "Cannot access data pointer of Tensor",
@@ -382,7 +384,7 @@ def lacking(error: Exception) -> str | None:
     """
     text = str(error)
     is_unsupported = isinstance(error, fake_tensor.UnsupportedOperatorException)
-    if is_unsupported or "There was no fake impl registered" in text:
+    if is_unsupported or any(words in text for words in _LACKING_FAKE):
         return "fake implementation"
     if isinstance(error, fake_tensor.DynamicOutputShapeException) or _OF_VMAP in text:
         return "shape"

@@ -1,6 +1,7 @@
 """Where a shape depends on values: what works, and what the error says."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,3 +138,18 @@ def test_a_weighted_loss_that_ignores_targets(engine: str) -> None:
         assert_bitwise(found, expected)
     else:
         assert_close(found, expected)
+
+
+def test_a_tensor_of_a_file_asks_for_another_engine(tmp_path: Path) -> None:
+    """torch.from_file is given no tensor; torch says in other words that it has no data there."""
+    file = tmp_path / "numbers"
+    file.write_bytes(b"\0" * 16)
+
+    def fun(x: Tensor) -> Tensor:
+        return x * torch.from_file(str(file), size=4)
+
+    x = seeded(4).requires_grad_()
+    with pytest.raises(TraceError, match=r"from_file.*Use .*engine=\"rerun\""):
+        remat(fun)(x)
+
+    assert_bitwise(remat(fun, engine="rerun")(x), fun(x))
