@@ -17,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from remat import _captures
 from remat._calls import torch_compile
+from remat._calls.as_function import NoGlobals, SignatureOfWrapped
 from remat._calls.cache import Cache, CacheInfo
 from remat._calls.entry import Entry
 from remat._calls.options import Settings, why_out_of_graphs
@@ -49,20 +50,11 @@ _MOST_OPTIONS = 256  # of one code, a heuristic: more than a model has layers
 _NOTHING_KNOWN = Cache(Settings(), "")
 
 
-class _SignatureOfWrapped:
-    """The `__signature__` of a region, which `inspect.getfullargspec` asks for; its class has none."""
-
-    def __get__(self, region: Any, owner: type) -> inspect.Signature:
-        try:
-            return inspect.signature(region.__wrapped__)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise AttributeError(f"{owner.__name__} has no signature") from error
-
-
 class DecoratedFunction(Generic[_P, _R]):
     """A function decorated with `remat`."""
 
-    __signature__ = _SignatureOfWrapped()
+    __signature__ = SignatureOfWrapped()
+    __globals__ = NoGlobals()
 
     def __init__(
         self, fun: Callable[_P, _R], settings: Settings, where: str = ""
@@ -281,6 +273,10 @@ class DecoratedFunction(Generic[_P, _R]):
         """Forgets the traces of this function's code, with these options."""
         self._cache.clear()
 
+    def __prepare_scriptable__(self) -> Callable[_P, _R]:
+        """torch.jit.script, which has no backward of ours, takes the plain function."""
+        return self._fun
+
     def decide_by(self, policy: AbstractPolicy) -> None:
         """Gives it another policy, in place: later calls are traced for that one."""
         self.settings = dataclasses.replace(self.settings, policy=policy)
@@ -460,7 +456,7 @@ def _decorated_by_name(region: DecoratedFunction[..., Any]) -> object:
 class BoundRegion:
     """A decorated method of one object."""
 
-    __signature__ = _SignatureOfWrapped()
+    __signature__ = SignatureOfWrapped()
 
     def __init__(self, region: DecoratedFunction[..., Any], instance: object) -> None:
         self.__func__ = region
