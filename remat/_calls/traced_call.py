@@ -24,8 +24,10 @@ from remat._regions.functions import Roots
 from remat._torch import fakes, guards, levels, modes, trees
 from remat._tracing.arguments import Given
 from remat._tracing.engines import require_no_engine
+from remat._tracing.once_more import call_once_more
 from remat._tracing.open_sizes import Fixed, Template, trace_open
-from remat._tracing.refusals import changes_operand, gains_gradient, require_answers
+from remat._tracing.refusals import require_answers
+from remat._tracing.refused_writes import changes_operand, gains_gradient
 from remat._tracing.side_effects import (
     on_error,
     require_no_effects,
@@ -71,7 +73,10 @@ class Flattened:
             # The first trace looks at the changes itself.
             around = contextlib.nullcontext() if fetch is None else undone(roots)
             with substituting(mapping), around:
-                result = function(*passed.args, **passed.kwargs)
+                if fetch is None:
+                    result = function(*passed.args, **passed.kwargs)
+                else:
+                    result = call_once_more(function, passed.args, passed.kwargs)
                 passed.require_unchanged(function)
                 returned, output = trees.Frame.of(result)
             if self.output is None and not self.changed:

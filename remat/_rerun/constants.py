@@ -15,7 +15,7 @@ from remat._errors import (
 from remat._rerun.state import NewOperandError, RunState
 from remat._torch import dtensor, levels, modes
 from remat._torch.tensors import storage_key
-from remat._tracing.refusals import mutates
+from remat._tracing.refused_writes import mutates
 from remat._user_lines import user_line
 
 _WithNumbers = Iterable[tuple[Tensor, Tensor]]  # tensors, and the numbers they held

@@ -68,6 +68,7 @@ from remat._torch.tensors import (
 from remat._tracing import engines
 from remat._tracing.aliases import is_view_of, without_false_gradients
 from remat._tracing.arguments import Given, own_set
+from remat._tracing.once_more import call_once_more
 from remat._tracing.refusals import (
     out_keeps_its_shape,
     out_of_reach,
@@ -231,7 +232,9 @@ class _FlatCall:
                 if self.reach.captures:
                     self.state.last = functools.partial(self._substituted, stand_ins)
                 self.constants.require_unchanged(self.state.found)
-            result = self.fun(*passed.args, **passed.kwargs)
+                result = call_once_more(self.fun, passed.args, passed.kwargs)
+            else:
+                result = self.fun(*passed.args, **passed.kwargs)
             passed.require_unchanged(self.fun)
             if not is_again:
                 self.constants.require_no_operands()

@@ -17,7 +17,7 @@ from remat._generators.python_and_numpy import drawing_from, set_states, states
 from remat._graph.meta import TensorMeta
 from remat._rerun import fully_shard
 from remat._torch import autograd, fakes, isolation, levels, modes, tensors, tracer
-from remat._tracing.refusals import gains_gradient
+from remat._tracing.refused_writes import gains_gradient
 from remat._tracing.thread import is_running
 from remat._user_lines import user_line
 from remat.policies._by_op import function_name

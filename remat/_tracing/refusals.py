@@ -22,6 +22,7 @@ from remat._torch import (
     tracer,
     trees,
 )
+from remat._tracing import refused_writes
 from remat._user_lines import (
     came_through,
     is_asked_by_user,
@@ -35,6 +36,7 @@ _STRIDED = torch.strided  # the look-up in `torch` takes longer than the compari
 _TORCHS_CHECKPOINT = torch.__path__[0] + "/utils/checkpoint.py"
 _TAKE_FUNCTIONS = (torch.__path__[0] + "/_higher_order_ops/", taking_functions.__file__)
 _TORCHS_DISTRIBUTIONS = torch.__path__[0] + "/distributions/"
+_TORCHS_HOOKS = torch.__path__[0] + "/utils/hooks.py"
 _TORCHS_NESTED = torch.__path__[0] + "/nested/"
 _TAKES_MEMORY = "argument of type: <class 'torch.storage.UntypedStorage'>"
 _RERUN = 'engine="rerun", which runs the function again in the backward'
@@ -377,41 +379,6 @@ def of_a_write(why: str, line: str) -> TraceError:
     )
 
 
-def mutates(line: str) -> MutationError:
-    return MutationError.of(
-        where=line or "the function",
-        what="an argument that is to be differentiated is changed in place.",
-        why="The recomputation would start from the changed value, and the "
-        "tensor belongs to the caller.",
-        do="Write x = x + 1 instead of x += 1, or x = x.clone() first; convert a module "
-        "(self.double()) outside.",
-    )
-
-
-def changes_operand(where: str, *, is_settled: bool) -> MutationError:
-    """An operand that requires grad is written; `is_settled`: a second run writes the same."""
-    return MutationError.of(
-        where=where,
-        what="is changed in place by the function.",
-        why="The recomputation would start from the changed value, and the "
-        "tensor belongs to the caller.",
-        do=f"Use {_RERUN}: a second time changes nothing here."
-        if is_settled
-        else "Write x = x + 1 instead of x += 1, or x = x.clone() first.",
-    )
-
-
-def gains_gradient(where: str) -> MutationError:
-    return MutationError.of(
-        where=where,
-        what="gets a gradient by what the function writes to it.",
-        why="The region returns gradients through its results alone, and whoever "
-        "reads the tensor afterwards would get none.",
-        do="Return the new value, write under torch.no_grad() or from x.detach(), "
-        "or pass the tensor as an argument.",
-    )
-
-
 def caught(error: RematError, goes_on: str) -> RematError:
     """The error for a function that catches this one, and is next at that line, if known."""
     how = "goes on after this error"
@@ -441,7 +408,7 @@ def of_the_users(
     text = str(error)
     where = line_of(error) or where or "the function"
     if "Variable that requires grad is being used in an in-place" in text:
-        return mutates(where)
+        return refused_writes.mutates(where)
     if is_backward and "through the graph a second time" in text:
         return TraceError.of(
             where=where,
@@ -456,6 +423,13 @@ def of_the_users(
             what="the function makes a nested tensor, which cannot be traced.",
             why="Its sizes are values of another tensor, and a trace sees shapes alone.",
             do=f"Work on its values and offsets, or on a padded tensor, or use {_RERUN}.",
+        )
+    if came_through(error, _TORCHS_HOOKS) and "setup_context" in text:
+        return TraceError.of(
+            where=where,
+            what="a module in the function has a full backward hook.",
+            why="torch.func, which differentiates the function here, takes none.",
+            do="Remove it, or give the module a region of its own: hooks run around it.",
         )
     if _TAKES_MEMORY in text:
         return TraceError.of(

@@ -33,6 +33,7 @@ from remat._tracing.aliases import (
     without_false_gradients,
 )
 from remat._tracing.importing import Note
+from remat._tracing.once_more import OF_TORCH
 from remat._tracing.side_effects import on_error, take_out
 from remat._tracing.thread import (
     Running,
@@ -291,15 +292,11 @@ def _recorded(run: _TraceRun) -> fx.GraphModule:
     return importing.functionalize(module, operands)
 
 
-# What torch raises in a trace.
-_OF_TORCH = (RuntimeError, AssertionError, NotImplementedError, TypeError)
-
-
 def _refusal_of(run: _TraceRun, error: Exception) -> RematError | None:
     """What an error that is raised in a trace says of the user's function, if anything."""
     running, is_backward = run.running, bool(run.layouts)
     in_its_trace = refusals.raises_in_its_trace(error)
-    if not isinstance(error, _OF_TORCH):
+    if not isinstance(error, OF_TORCH):
         if refusals.is_of_a_stand_in(error):
             return in_its_trace
         if is_backward:

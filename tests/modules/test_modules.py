@@ -17,6 +17,7 @@ from remat import (
     disabled,
     modules,
     policies,
+    remat,
     saved_residuals,
 )
 from tests.modules.models import WIDTH, Block, Mlp, Model, a_model, a_step, each_option
@@ -520,3 +521,38 @@ def test_hooks_inside_a_region_are_traced():
     )
     with pytest.raises(SideEffectError, match="kept"):
         a_step(model)
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+def test_torch_jit_script_is_told_what_to_script():
+    """It compiles the Python code of a method, and a region is an object."""
+    model = modules.apply(nn.Sequential(nn.Linear(2, 2)), "0")
+
+    with pytest.raises(AttributeError, match=r"no plain function.*modules\.remove"):
+        torch.jit.script(model)
+
+    x = seeded(3, 2).float()
+    expected = model(x)
+    assert_bitwise(torch.jit.script(modules.remove(model))(x), expected)
+    assert_bitwise(torch.jit.script(remat(_doubled))(x), x * 2)
+
+
+def test_torch_func_of_a_module_with_a_hook_inside_is_refused():
+    """torch.func takes no full backward hook; one on the region's own module runs around it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    inner = model[1].register_full_backward_hook(lambda *_: None)
+    modules.apply(model, lambda name, _: not name)
+    x = seeded(3, 2).float()
+    with pytest.raises(TraceError, match=r"full backward hook.*region of its own"):
+        torch.func.jvp(model, (x,), (x,))
+
+    inner.remove()
+    model.register_full_backward_hook(lambda *_: None)
+    found = torch.func.jvp(model, (x,), (x,))
+
+    assert_bitwise(found[0], model(x))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from remat import (
     CapturedTensorError,
+    MutationError,
     RematWarning,
     SideEffectError,
     TraceError,
@@ -254,3 +255,37 @@ def test_a_nested_tensor_that_is_made_inside(
     ):
         grads(remat(fun), [x])
     assert_bitwise(grads(remat(fun, engine="rerun"), [x]), grads(fun, [x]))
+
+
+class Started(nn.Module):
+    """Its first call sets its parameter, as an activation norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.is_started = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_started:
+            self.scale.data.copy_(x.detach().std(0))
+            self.is_started = True
+        return (x * self.scale).sin()
+
+
+@pytest.mark.parametrize("engine", ["trace", "auto", "rerun"])
+def test_a_first_call_that_sets_a_parameter(engine: str) -> None:
+    """The error says how to make it, and later calls have the numbers of the plain module."""
+    plain, module, x = Started(), Started(), seeded(4, 3).float()
+    region = remat(module, engine=engine)
+    first = r"the first call .*`with remat\.disabled\(\):`"
+    with pytest.raises((MutationError, SideEffectError), match=first):
+        region(x)
+
+    with disabled():
+        region(x)
+    plain(x)
+    module.zero_grad()
+
+    own, theirs = [*module.parameters()], [*plain.parameters()]
+    found = torch.autograd.grad(region(x).sum(), own)
+    assert_bitwise(found, torch.autograd.grad(plain(x).sum(), theirs))

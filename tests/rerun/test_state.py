@@ -116,8 +116,10 @@ def test_a_run_that_fails_in_the_backward_leaves_state_as_it_was() -> None:
     torch.rand(3)
     before = [each.clone() for each in (torch.get_rng_state(), *norm.buffers())]
 
-    with pytest.raises(ArithmeticError):
+    with pytest.raises(RecomputationError, match="ArithmeticError") as told:
         y.sum().backward()
+
+    assert isinstance(told.value.__cause__, ArithmeticError)
 
     assert_bitwise([torch.get_rng_state(), *norm.buffers()], before)
 
