@@ -44,14 +44,14 @@ def get(device: torch.device) -> torch.Tensor:
     if device.type == "meta":
         return torch.empty(0, dtype=torch.uint8)
     if device.type == "cpu":
-        return torch.get_rng_state()
+        return torch.default_generator.get_state()
     return _module(device.type).get_rng_state(device)
 
 
 def put(state: torch.Tensor, device: torch.device) -> None:
     """Sets the state of a device's generator; no operator."""
     if device.type == "cpu":
-        torch.set_rng_state(state)
+        torch.default_generator.set_state(state)
     elif device.type != "meta":
         _module(device.type).set_rng_state(state, device)
 

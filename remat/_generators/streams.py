@@ -12,6 +12,7 @@ stream's state around the draw; a recomputation sets the recorded state.
 import contextlib
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Generator, Iterable
 from typing import Any, final
 
@@ -22,7 +23,7 @@ from torch.fx.node import has_side_effect
 from remat._errors import ImplicitRandomnessError, SideEffectError
 from remat._generators import device_states, trackers
 from remat._generators.trackers import Tracker
-from remat._torch import schemas
+from remat._torch import generator_states, schemas
 from remat._torch.attributes import attributes_as
 
 # What `current` returns if a generator holds neither the state that it had when the trace
@@ -65,6 +66,11 @@ class _Trace:
     ) -> None:
         known = filter(device_states.has, {*devices})
         self._generators = {each: device_states.get(each) for each in known}
+        # How many numbers were drawn of each kind of device, but for those of streams; the states
+        # that the function was given, with that; whether it has set one, and to one from before.
+        self.num_draws: Counter[str] = Counter()
+        self._given: list[tuple[Tensor, int]] = []
+        self._is_set, self._rewound = False, set[str]()
         # Those of generators when it began.
         self.seeds = {each: _seed(state) for each, state in self._generators.items()}
         # Whose stand-in has a seed, in the traces around too.
@@ -96,11 +102,31 @@ class _Trace:
                 changed.append(f"a {type(tracker).__name__}")
             tracker.set_states(states)
         for device, state in self._generators.items():
-            # If a stream set it; draws leave the seed.
-            if _seed(device_states.get(device)) != _seed(state):
+            if not self.is_own(device):
                 device_states.put(state, device)
                 changed.append(f"the default generator of {device}")
         return changed
+
+    def note_given(self, kind: str, state: Tensor | None) -> None:
+        if state is not None:
+            self._given.append((state, self.num_draws[kind]))
+
+    def note_set(self, kind: str, state: Tensor | None) -> None:
+        self._is_set = True
+        drawn = [count for given, count in self._given if given is state]
+        if drawn and drawn[-1] != self.num_draws[kind]:
+            self._rewound.add(kind)  # nothing has moved it since: a trace draws nothing
+
+    def is_own(self, device: torch.device) -> bool:
+        """Whether a generator stands where a plain run, without its draws, would have it.
+
+        Another thread may draw meanwhile, which leaves the seed.
+        """
+        begun, now = self._generators[device], device_states.get(device)
+        is_moved = self._is_set and not torch.equal(now, begun)
+        return not (is_moved or device.type in self._rewound) and _seed(now) == _seed(
+            begun
+        )
 
     def at(self, seed: int) -> str:
         """The stream whose current seed this is."""
@@ -137,10 +163,15 @@ _thread = _Thread()
 @contextlib.contextmanager
 def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
     """Runs a trace of user's code; trackers and generators are as before at its end."""
+    devices = {*devices}
     with trackers.plainly():
         trace = _Trace(devices, _thread.trace)
+    kinds = {each.type for each in devices if device_states.has(each)} - {"cpu"}
     try:
-        with attributes_as(_thread, trace=trace):
+        with (
+            attributes_as(_thread, trace=trace),
+            generator_states.watched(_note_given, _note_set, kinds),
+        ):
             yield
     finally:
         with trackers.plainly():
@@ -156,6 +187,16 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
         )
 
 
+def _note_given(kind: str, state: Tensor | None) -> None:
+    if _thread.trace is not None:
+        _thread.trace.note_given(kind, state)
+
+
+def _note_set(kind: str, state: Tensor | None) -> None:
+    if _thread.trace is not None:
+        _thread.trace.note_set(kind, state)
+
+
 def current(device: torch.device) -> str:
     """Whose numbers a draw would take in a trace: a stream's, "" for the generator's own.
 
@@ -166,16 +207,21 @@ def current(device: torch.device) -> str:
         return ""
     with trackers.plainly():
         seed = _seed(device_states.get(device))
-    if seed == trace.seeds.get(device):
-        return ""
+        if device in trace.seeds and trace.is_own(device):
+            return ""
     stream = trace.at(seed)
     return "" if stream == UNKNOWN and device not in trace.seeds else stream
 
 
-def take(device: torch.device) -> str:
-    """`current` for a draw; moves the stream, so that the next draw finds another seed."""
+def take(device: torch.device, *, draws: bool = True) -> str:
+    """`current` for a draw; moves the stream, so that the next draw finds another seed.
+
+    `draws`: whether what may draw does.
+    """
     stream, trace = current(device), _thread.trace
-    if trace is not None and stream not in ("", UNKNOWN):
+    if trace is not None and stream == "":
+        trace.num_draws[device.type] += draws
+    elif trace is not None and stream != UNKNOWN:
         with trackers.plainly():
             moved = trace.advanced(stream, device_states.get(device))
             device_states.put(moved, device)

@@ -113,10 +113,14 @@ def may_draw(op: Any) -> bool:
 
 def draws(value: ValueLike) -> bool:
     """Whether an operator takes numbers from a generator when it is called so."""
-    op: Any = value.op
+    return draws_with(value.op, value.args, dict(value.kwargs))
+
+
+def draws_with(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator takes numbers from a generator with these arguments."""
     if not may_draw(op):
         return False
-    given = arguments(op, value.args, dict(value.kwargs))
+    given = arguments(op, args, kwargs)
     return all(given.get(name, None) != silent for name, silent in _SILENT.items())
 
 

@@ -81,7 +81,8 @@ def annotate(graph: fx.Graph, nodes_before: int, note: Note) -> None:
             continue
         node.meta["remat"] = note
         if note.stream is None and operators.may_draw(node.target):
-            stream = streams.take(device_of(_meta_of_node(node)))
+            draws = operators.draws_with(node.target, node.args, dict(node.kwargs))
+            stream = streams.take(device_of(_meta_of_node(node)), draws=draws)
             node.meta["remat"] = dataclasses.replace(note, stream=stream)
 
 
