@@ -6,7 +6,7 @@ one starts from there, and then puts back what stood when it began.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from typing import Any, Self, final
 
 import torch
@@ -177,11 +177,12 @@ class RunState:
         # A graph that is made meanwhile has no use for these looks, and no numbers for them.
         with tracer.unrecorded():
             self.kept = [(each, each.clone()) for each in self.buffers]
+        had = {id(each) for each in self.buffers if each.requires_grad}
         self.start = start
         try:
             yield
             self.refuse_draws()
-            self._require_constants()
+            self._require_constants(had)
         except NewOperandError:
             start.put_back()
             set_states(host)
@@ -200,10 +201,13 @@ class RunState:
             ]
         self.kept = []
 
-    def _require_constants(self) -> None:
-        """Refuses a first run that wrote to a buffer what has a gradient, and undoes it."""
-        changed = [n for n, old in self.kept if n.requires_grad > old.requires_grad]
-        gained = [each for each in changed if not each.is_leaf]
+    def _require_constants(self, had: Set[int]) -> None:
+        """Refuses a first run that wrote to a buffer what has a gradient, and undoes it.
+
+        `had`: the ids of buffers that had one before, as a module's state after its last call.
+        """
+        changed = [each for each, _ in self.kept if each.requires_grad]
+        gained = [each for each in changed if not (each.is_leaf or id(each) in had)]
         if not gained:
             return
         _copy_back(self.kept)

@@ -277,3 +277,40 @@ def test_what_a_backward_reads_has_a_gradient_in_a_second_derivative(
         CapturedTensorError, match="by nothing that the function returns"
     ):
         second(region)
+
+
+class Spiking(nn.Module):
+    """A neuron that leaves its state in a buffer, and starts anew: as those of snntorch do."""
+
+    mem: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+        self.register_buffer("mem", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mem = torch.zeros_like(x)
+        for _ in range(2):
+            self.mem = self.mem * 0.9 + self.layer(x)
+            self.mem = self.mem - (self.mem > 1).double()
+        return self.mem.sin()
+
+
+@pytest.mark.parametrize("engine", ["rerun", "auto"])
+@pytest.mark.filterwarnings("ignore::remat.RematWarning")
+def test_a_buffer_that_has_a_gradient_since_the_last_call(engine: Any) -> None:
+    """The next call replaces it, and so writes nothing to it."""
+    torch.manual_seed(0)
+    plain, x = Spiking(), seeded(4, 3).requires_grad_()
+    model = Spiking()
+    model.load_state_dict(plain.state_dict())
+    modules.apply(model, lambda name, _: not name, engine=engine)
+
+    for _ in range(3):
+        found, expected = (
+            (y, each.mem, *torch.autograd.grad(y.sum(), [x, *each.parameters()]))
+            for each in (model, plain)
+            for y in [each(x)]
+        )
+        assert_bitwise(found, expected)
