@@ -8,6 +8,7 @@ walked; of these a cache is told from an attribute, and each is as if it had not
 """
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import itertools
@@ -108,13 +109,17 @@ def tell_of_marks(survey: Survey, marks: Set[str], where: str) -> None:
 
 def _returned_inside(tensor: Tensor, returned: object, where: str) -> SideEffectError:
     name = type(returned).__name__
+    do = (
+        "Return the tensors, as a tuple or a dict, and make the object of them outside."
+    )
+    if dataclasses.is_dataclass(returned):
+        do = f"Register it (torch.export.register_dataclass({name})), or return a tuple or a dict."
     return SideEffectError.of(
         where=where,
         what=f"returns a tensor, {TensorMeta.of(tensor)}, inside a {name}.",
         why="torch's pytree does not know that class, so the tensor would not be an output, and "
         "nothing of it would be recomputed.",
-        do=f"Register it (torch.export.register_dataclass({name}), for a dataclass), or return "
-        "a tuple, a dict or a named tuple.",
+        do=do,
     )
 
 
