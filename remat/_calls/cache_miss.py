@@ -27,8 +27,9 @@ from remat._regions.forwards import Calls
 from remat._regions.functions import Function, Roots
 from remat._regions.traced import TracedRegion
 from remat._torch import guards
+from remat._tracing.once_more import advances
 from remat._tracing.open_sizes import Fixed, Templates
-from remat._tracing.refusals import raises_in_its_trace
+from remat._tracing.refusals import advises_rerun, raises_in_its_trace
 from remat._tracing.side_effects import tell_of_marks
 
 
@@ -53,7 +54,7 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
     """
     settings = options.settings
     like_outputs = fixed is None and options.calls.are_like_outputs is True
-    with _refusals_of(settings.engine):
+    with _refusals_of(settings.engine, site.roots):
         traced = trace_call(site, fixed, options.where, like_outputs=like_outputs)
     covered = _captures.cover(traced.survey, traced.reads, [*map(id, traced.captured)])
     names = (*site.tensor_names, *covered.labels)
@@ -79,16 +80,27 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
 
 
 @contextlib.contextmanager
-def _refusals_of(engine: str) -> Generator[None]:
-    """Inside, with engine="auto", whatever the function raises is a refusal of its trace."""
+def _refusals_of(engine: str, roots: Roots) -> Generator[None]:
+    """Inside, with engine="auto", whatever the function raises is a refusal of its trace.
+
+    None after which it could run again, where its trace has advanced an iterator.
+    """
+    if engine != "auto":
+        yield
+        return
+    known = _captures.positions(_captures.Survey(roots))
     try:
         yield
-    except (RematError, Warning):
+    except Warning:
         raise
     except Exception as error:
-        if engine != "auto":
+        refused = error if isinstance(error, RematError) else raises_in_its_trace(error)
+        advanced = _captures.advanced_since(known)
+        if advanced is not None and advises_rerun(refused):
+            raise advances(advanced, "a trace that is refused") from refused
+        if refused is error:
             raise
-        raise raises_in_its_trace(error) from error
+        raise refused from error
 
 
 def entry_for_sizes(known: Entry, site: CallSite, options: Options) -> Entry | None:

@@ -68,7 +68,7 @@ from remat._torch.tensors import (
 from remat._tracing import engines
 from remat._tracing.aliases import is_view_of, without_false_gradients
 from remat._tracing.arguments import Given, own_set
-from remat._tracing.once_more import call_once_more
+from remat._tracing.once_more import advances, call_once_more
 from remat._tracing.refusals import (
     out_keeps_its_shape,
     out_of_reach,
@@ -93,6 +93,7 @@ def call(
         require_nothing_hidden(found, (fun, args, dict(kwargs)))
         return found
     _require_repeatable(args, kwargs)
+    known = _captures.positions(reach.survey)
     flat = _FlatCall(fun, reach, wanted, draws=rng == "preserve")
     region = Rerun(flat, flat, wanted, flat.state)
     lifted = [lift(each) for each in operands]
@@ -101,6 +102,9 @@ def call(
     except NewOperandError:
         reach.survey.restore()
         return call(fun, args, kwargs, rng)
+    advanced = _captures.advanced_since(known)
+    if advanced is not None:
+        raise advances(advanced, "the function's first run")
     result, stored = flat.returned.around(flat.with_changed(returned))
     # What is stored of these has other owners, too.
     captured = set(map(id, reach.beyond))
