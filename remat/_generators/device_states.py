@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx.node import has_side_effect
 
-from remat._torch import levels, schemas
+from remat._torch import generator_states, levels, schemas
 
 _SIZE_OF_CPU, _SIZE = SIZES = 5056, 16  # in bytes: a CPU's, an accelerator's
 
@@ -45,7 +45,8 @@ def get(device: torch.device) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     if device.type == "cpu":
         return torch.default_generator.get_state()
-    return _module(device.type).get_rng_state(device)
+    with generator_states.unwatched():
+        return _module(device.type).get_rng_state(device)
 
 
 def put(state: torch.Tensor, device: torch.device) -> None:
@@ -53,7 +54,8 @@ def put(state: torch.Tensor, device: torch.device) -> None:
     if device.type == "cpu":
         torch.default_generator.set_state(state)
     elif device.type != "meta":
-        _module(device.type).set_rng_state(state, device)
+        with generator_states.unwatched():
+            _module(device.type).set_rng_state(state, device)
 
 
 @contextlib.contextmanager

@@ -163,14 +163,12 @@ _thread = _Thread()
 @contextlib.contextmanager
 def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
     """Runs a trace of user's code; trackers and generators are as before at its end."""
-    devices = {*devices}
     with trackers.plainly():
         trace = _Trace(devices, _thread.trace)
-    kinds = {each.type for each in devices if device_states.has(each)} - {"cpu"}
     try:
         with (
             attributes_as(_thread, trace=trace),
-            generator_states.watched(_note_given, _note_set, kinds),
+            generator_states.watched(trace.note_given, trace.note_set),
         ):
             yield
     finally:
@@ -185,16 +183,6 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
             "continues where the last one of that name ended.",
             do='Set states outside the region, or use engine="rerun".',
         )
-
-
-def _note_given(kind: str, state: Tensor | None) -> None:
-    if _thread.trace is not None:
-        _thread.trace.note_given(kind, state)
-
-
-def _note_set(kind: str, state: Tensor | None) -> None:
-    if _thread.trace is not None:
-        _thread.trace.note_set(kind, state)
 
 
 def current(device: torch.device) -> str:

@@ -6,17 +6,27 @@ one starts from there, and then puts back what stood when it began.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 
+from remat._errors import RecomputationError
 from remat._generators import device_states, streams, trackers
 from remat._generators.python_and_numpy import drawing_from, set_states, states
 from remat._graph.meta import TensorMeta
 from remat._rerun import fully_shard
-from remat._torch import autograd, fakes, isolation, levels, modes, tensors, tracer
+from remat._torch import (
+    autograd,
+    fakes,
+    generator_states,
+    isolation,
+    levels,
+    modes,
+    tensors,
+    tracer,
+)
 from remat._tracing.refused_writes import gains_gradient
 from remat._tracing.thread import is_running
 from remat._user_lines import user_line
@@ -101,6 +111,8 @@ class RunState:
         # For each leaf the outputs that depend on it, a bit for each.
         self.dependent_outputs: tuple[int, ...] | None = None
         self.torch_functions = modes.torch_function_state()
+        # The states to which the first run set default generators, by their numbers.
+        self.settings: list[int] = []
         self.used: set[int] = set()  # the ids of what operators get, in the first run
         self.made: set[int] = set()  # those of what a run has made, until the next one
         # What the backward of the last run is in, such that it finds what the run found.
@@ -180,7 +192,8 @@ class RunState:
         had = {id(each) for each in self.buffers if each.requires_grad}
         self.start = start
         try:
-            yield
+            with self._settings_noted():
+                yield
             self.refuse_draws()
             self._require_constants(had)
         except NewOperandError:
@@ -215,6 +228,25 @@ class RunState:
             buffer.detach_()
         raise gains_gradient(f"a captured tensor ({TensorMeta.of(gained[0])})")
 
+    def _settings_noted(
+        self, before: Iterator[int] | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside, a default generator may be set, and in a later run to what it was before."""
+        if not self.draws:
+            return contextlib.nullcontext()
+
+        def note(kind: str, state: Tensor | None) -> None:
+            if state is None:
+                return
+            with trackers.plainly():
+                numbers = hash(state.numpy().tobytes())
+            if before is None:
+                self.settings.append(numbers)
+            elif numbers != next(before, None):
+                raise _sets_another(kind)
+
+        return generator_states.watched(lambda kind, state: None, note)
+
     @contextlib.contextmanager
     def _put_back(self, randomness: _Randomness) -> Generator[None]:
         with torch.no_grad():
@@ -225,12 +257,22 @@ class RunState:
             _copy_back(self.found)
             randomness.put_back()
             try:
-                with drawing_from(self.host):
+                with drawing_from(self.host), self._settings_noted(iter(self.settings)):
                     yield
             finally:
                 self.outside.put_back()
                 self.outside = None
                 _copy_back(now)
+
+
+def _sets_another(kind: str) -> RecomputationError:
+    return RecomputationError.of(
+        where=f"the default generator of {kind} at {user_line()}",
+        what="is set to another state than in the forward.",
+        why="Draws from there would give other numbers, as from a tracker that hides from remat "
+        "and goes on with each fork.",
+        do="Register the tracker: random.register_tracker(tracker).",
+    )
 
 
 def _has_numbers(tensor: Tensor) -> bool:

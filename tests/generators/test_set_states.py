@@ -1,7 +1,9 @@
 """A function that sets the state of a default generator: a trace cannot repeat that, a run can."""
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,34 +12,49 @@ from torch import Tensor, nn
 
 from remat import (
     ImplicitRandomnessError,
+    RecomputationError,
     RematWarning,
     SideEffectError,
     modules,
+    random,
     remat,
 )
+from remat._generators import trackers
 from tests.support import assert_bitwise
 
 pytestmark = pytest.mark.contract
 SEED = 5
 
 
+def default() -> Any:
+    """Torch's functions for the generator from which tensors of the default device are drawn."""
+    kind = torch.get_default_device().type
+    return torch if kind == "cpu" else getattr(torch, kind)
+
+
+def fork() -> contextlib.AbstractContextManager[None]:
+    kind = torch.get_default_device().type
+    how: dict[str, Any] = {} if kind == "cpu" else {"device_type": kind}
+    return torch.random.fork_rng(devices=[0] if how else [], **how)
+
+
 def seeded_anew(x: Tensor) -> Tensor:
     """With the seed that the generator has, which tells the two states apart by nothing."""
-    with torch.random.fork_rng(devices=[]):
+    with fork():
         torch.manual_seed(SEED)
         return F.dropout(x, 0.5)
 
 
 def repeated(x: Tensor) -> Tensor:
     """As reversible layers draw the masks of their forward again."""
-    state = torch.get_rng_state()
+    state = default().get_rng_state()
     first = F.dropout(x, 0.5)
-    torch.set_rng_state(state)
+    default().set_rng_state(state)
     return F.dropout(first.sin(), 0.5)
 
 
 def forked(x: Tensor) -> Tensor:
-    with torch.random.fork_rng(devices=[]):
+    with fork():
         return F.dropout(x, 0.5)
 
 
@@ -65,12 +82,12 @@ def drawn(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("fun", SETTING)
 def test_a_trace_refuses_it(fun: Callable[[Tensor], Tensor]) -> None:
     """It would draw on from where the generator stands; the state is as before."""
-    state = torch.get_rng_state()
+    state = default().get_rng_state()
 
     with pytest.raises((ImplicitRandomnessError, SideEffectError), match="rerun"):
         remat(fun, rng="preserve")(torch.ones(20, requires_grad=True))
 
-    assert_bitwise(torch.get_rng_state(), state)
+    assert_bitwise(default().get_rng_state(), state)
 
 
 @pytest.mark.parametrize("engine", ["rerun", "auto"])
@@ -87,9 +104,9 @@ def test_a_fork_without_a_draw_is_traced() -> None:
     """The generator is where it was, and later draws continue there."""
 
     def fun(x: Tensor) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
+        with fork():
             y = F.dropout(x.sin(), 0.0)
-        torch.set_rng_state(torch.get_rng_state())
+        default().set_rng_state(default().get_rng_state())
         return F.dropout(y, 0.5)
 
     with warnings.catch_warnings():
@@ -103,11 +120,11 @@ class Repeating(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-        self.state = torch.get_rng_state()
+        self.state = default().get_rng_state()
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.state)
+        with fork():
+            default().set_rng_state(self.state)
             return self.net(x)
 
 
@@ -129,3 +146,68 @@ def test_a_module_that_draws_again_what_it_drew() -> None:
         torch.autograd.grad(found.sum(), [*model.parameters()]),
         torch.autograd.grad(plain(x).sum(), [*plain.parameters()]),
     )
+
+
+class _Tracker:
+    """States by name, which a trace and a run reach by a name that is made as they run."""
+
+    def __init__(self) -> None:
+        self.states = {
+            "model": torch.Generator(torch.get_default_device())
+            .manual_seed(3)
+            .get_state()
+        }
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self.states = dict(states)
+
+    @contextlib.contextmanager
+    def fork(self) -> Iterator[None]:
+        before = default().get_rng_state()
+        default().set_rng_state(self.states["model"])
+        try:
+            yield
+        finally:
+            self.states["model"] = default().get_rng_state()
+            default().set_rng_state(before)
+
+
+TRACKER: Any = None
+
+
+def tracked(x: Tensor) -> Tensor:
+    with globals()["track".upper() + "ER"].fork():
+        y = F.dropout(x, 0.5)
+    return y if y.sum() > -9 else x
+
+
+@pytest.mark.parametrize("engine", ["rerun", "auto"])
+@pytest.mark.filterwarnings("ignore:.*runs the function again:remat.RematWarning")
+def test_a_tracker_that_is_not_registered_is_told(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state has gone on since the forward; registered, it is put back."""
+    tracker = _Tracker()
+    monkeypatch.setitem(globals(), "TRACKER", tracker)
+    region = remat(tracked, engine=engine, rng="preserve")
+    x = torch.ones(20, requires_grad=True)
+    before = default().get_rng_state()
+    y = region(x)
+
+    with pytest.raises(
+        RecomputationError, match=r"set_states.py:\d+: .*register_tracker"
+    ):
+        y.sum().backward()
+
+    assert_bitwise(default().get_rng_state(), before)
+    known = {*trackers.registered}
+    random.register_tracker(tracker)
+    try:
+        y = region(x)
+        assert_bitwise(torch.autograd.grad(y.sum(), x)[0], y)
+    finally:
+        for number in {*trackers.registered} - known:
+            del trackers.registered[number]
