@@ -9,7 +9,7 @@ from typing import Any, cast
 from remat._captures.walk import Survey
 
 Position = tuple[object, ...]
-_OF_C = frozenset({"builtins", "itertools", "_collections"})
+_OF_C = frozenset({"builtins", "itertools", "collections", "_collections"})
 #: What messages call an iterator, itself, and where it stood.
 Stood = tuple[str, Iterator[Any], Position]
 
