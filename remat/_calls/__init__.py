@@ -18,6 +18,8 @@ hold, or of one that is made. Reads all rooms below it.
 - `advice`: warnings of options without effect, and of what a trace reads and no call
   compares.
 - `residuals`: what a region holds for its backward, as a list.
+- `as_function`: what tools ask of a region as of a plain function: its signature, its
+  globals.
 - `torch_compile`: a region as a part of a compiled graph, with one kind for each sort of
   it.
 - `decorated_in_graph`: `remat` itself called in what torch.compile traces.

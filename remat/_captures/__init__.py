@@ -16,6 +16,7 @@ never checked. An attribute that was not read is not covered: equal layers that 
 - `library`: whose code something is, the user's or a library's, and which names it
   mentions.
 - `reads`: `recording`: which attributes a trace reads.
+- `iterators`: where iterators stand, and which have been advanced.
 - `bake_spots`: `cover`: what was reached and read becomes spots with their rules.
 - `covered`: spots, rules, and the function that checks and fetches them at each call.
 """
@@ -23,6 +24,7 @@ never checked. An attribute that was not read is not covered: equal layers that 
 from remat._captures.bake_spots import cover
 from remat._captures.contents import code_key, hides_contents, shows_contents
 from remat._captures.covered import Covered
+from remat._captures.iterators import advanced_since, positions
 from remat._captures.library import mentions, user_bases, users_hooks
 from remat._captures.places import Step, numpy_scalar, read_place, write_place
 from remat._captures.reads import Reads, recording
@@ -33,11 +35,13 @@ __all__ = [
     "Reads",
     "Step",
     "Survey",
+    "advanced_since",
     "code_key",
     "cover",
     "hides_contents",
     "mentions",
     "numpy_scalar",
+    "positions",
     "put_back_hooked",
     "read_place",
     "recording",

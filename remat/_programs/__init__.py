@@ -12,6 +12,7 @@ In comes a graph; out comes one function, below every transform. Reads `_graph`,
 - `bindings`: for a step the cheapest function in C that runs just its operator, and
   products folded with their views.
 - `overwriting`: pointwise steps that write over an argument at its last read.
+- `narrowing`: masks of gradients that a step computes, narrowed to those that are read.
 - `lending`: values that one program recomputes and the next one takes over.
 - `barriers`: copies that keep a compiler from undoing a recomputation.
 - `verification`: `verify=True`: saved values, compared with what is computed again.

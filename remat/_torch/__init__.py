@@ -15,6 +15,7 @@ itself alone.
 - `dynamo`: what torch.compile sees as it traces.
 - `fakes`: tensors without data and the mode that makes them: which kernels it lacks, what
   an error says of that.
+- `generator_states`: who asks for the state of a default generator, or sets it.
 - `guards`: the cheap checks of tensors and of a thread's state that each call makes.
 - `isolation`: code that runs outside every transform, mode and hook.
 - `levels`: the levels of torch.func, the wrappers they make, steps below one, the dual

@@ -22,5 +22,7 @@ backward, or an error. Reads `_graph`, `_generators`, `_captures`.
   with what the functions reach.
 - `side_effects`: what a trace changed or left behind in objects of the user or of a
   library.
-- `refusals`: the errors of whatever cannot be traced.
+- `once_more`: a function that runs, or is traced, again for a derivative, and its errors.
+- `refused_writes`: the errors of writes that cannot be traced.
+- `refusals`: the errors of all else that cannot be traced.
 """
