@@ -7,8 +7,9 @@ later call, `_regions` runs these under whatever transforms are active; `_rerun`
 functions that cannot be traced.
 
 - `_api`: the decorator.
-- `_errors`: the errors and the warning, each a message of four parts.
-- `_user_lines`: the "file.py:line" of the user's code behind a value, warning or error.
+- `_errors`: the errors and the class of warnings, each a message of four parts.
+- `_user_lines`: the "file.py:line" of the user's code behind a value or an error, and warnings
+  that name it, said once.
 - `_version`: the version.
 - `__main__`: the command line.
 """

@@ -11,7 +11,8 @@ halves. Reads `_graph`, `policies`, `planners` and `storage`, and never traces.
 - `costs`: what a step costs a region: FLOPs, elements, bytes, or measured time; and the
   memory inside its kernel.
 - `free_memory`: the bytes that are free on a device or to the process.
-- `cut`: the walk back from the wanted gradients, and the graphs of forward and backward.
+- `cut`: the walk back from the wanted gradients among the permitted values, and the graphs
+  of forward and backward.
 - `peak`: the most bytes that live at once, by replay of both graphs.
 - `stages`: all of these as one value that prints.
 """

@@ -4,7 +4,8 @@ In comes a region (a function at one signature, with its two programs) and tenso
 level; out come tensors that can be differentiated, whose backward is a region again. Reads
 all that makes programs, and nothing of how a user's call found its region.
 
-- `protocol`: what the rules ask of any region, and what one call of a region is.
+- `protocol`: what the rules ask of any region, also of one without programs, and what one
+  call of a region is.
 - `rules`: runs a call level by level, each by the rule of its transform, as nodes of
   autograd; plainly, where it may, by the fast path of one program and the backwards known
   of it.

@@ -5,7 +5,7 @@ say what they mean. All was checked on torch 2.13 and 2.15: what fails to import
 version, so that an upgrade fails at import, not in the middle of training. Reads torch and
 itself alone.
 
-- `allocator`: what a run takes from the allocator of its device.
+- `allocator`: a device's allocator: the most that a run has taken.
 - `attributes`: attributes that have another value for the length of a block.
 - `autocast`: its cache of casts.
 - `autograd`: nodes, what they saved, `Function`s, the backward under way, detached tensors.

@@ -4,8 +4,8 @@
 - `deepspeed`: `checkpoint`, and `configure` with its switches.
 - `megatron`: `checkpoint` of its tensor-parallel package.
 - `transformer_engine`: `checkpoint` with its options.
-- `transformers`: models of Hugging Face's, by their own hook; imported separately, as it
-  needs that library.
+- `transformers`: models of Hugging Face's, by their own hook, their MLPs and losses in
+  tiles; imported separately, as it needs that library.
 - `_late_product`: for these, the logits of a head, computed only when something reads them.
 - `_shared`: one call as a region, its settings and warnings, trackers, sharding of inputs.
 """
