@@ -4,6 +4,7 @@ import inspect
 from typing import Any
 
 from remat._errors import refusal
+from remat._regions.out_of_memory import name_of
 
 
 class SignatureOfWrapped:
@@ -19,10 +20,11 @@ class SignatureOfWrapped:
 class NoGlobals:
     """The `__globals__` of a region, for which torch.jit.script asks the methods of a module."""
 
-    def __get__(self, region: object, owner: type) -> Any:
+    def __get__(self, region: Any, owner: type) -> Any:
         raise refusal(
             AttributeError,
-            where=repr(region),
+            # Not as it prints: a module that torch.fx traces would read its parameters.
+            where=f"the region {name_of(region)}",
             what="has no `__globals__`.",
             why="It is no plain function, which torch.jit.script alone takes.",
             do="Script the module without regions: after modules.remove(model), or without "

@@ -108,7 +108,11 @@ class _Trace:
         return changed
 
     def note_given(self, kind: str, state: Tensor | None) -> None:
-        if state is not None:
+        if state is None:
+            return
+        with trackers.plainly():
+            is_of_stream = _seed(state) in self.streams  # asked for in a fork
+        if not is_of_stream:
             self._given.append((state, self.num_draws[kind]))
 
     def note_set(self, kind: str, state: Tensor | None) -> None:
@@ -168,6 +172,7 @@ def standing_in(devices: Iterable[torch.device]) -> Generator[None]:
     try:
         with (
             attributes_as(_thread, trace=trace),
+            generator_states.unwatched(),  # by a run around, which may find this trace made
             generator_states.watched(trace.note_given, trace.note_set),
         ):
             yield
