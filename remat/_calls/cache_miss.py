@@ -16,6 +16,7 @@ from remat import _captures
 from remat._calls.advice import advise, advise_of_untold
 from remat._calls.entry import Entry
 from remat._calls.options import Settings
+from remat._calls.routes import PLAINLY, tensor_guard_here
 from remat._calls.signature import CallSite
 from remat._calls.traced_call import TracedCall, require_lawful, trace_call
 from remat._errors import RematError
@@ -26,7 +27,6 @@ from remat._partition.stages import Stages
 from remat._regions.forwards import Calls
 from remat._regions.functions import Function, Roots
 from remat._regions.traced import TracedRegion
-from remat._torch import guards
 from remat._tracing.once_more import advances
 from remat._tracing.open_sizes import Fixed, Templates
 from remat._tracing.refusals import advises_rerun, raises_in_its_trace
@@ -151,12 +151,11 @@ def _compiled_region(
 
 
 def _guard_of(captured: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """The check of an entry's captured tensors, as those that `functional_call` puts in place."""
-    if all(map(guards.is_plain, captured)):
-        return guards.tensor_guard(captured)
-    is_told = all(map(guards.is_told_by_wrapper, captured))
-    is_told = is_told and guards.is_under_reverse_mode()
-    return guards.wrapped_guard(captured) if is_told else None
+    """The check of an entry's captured tensors; `functional_call` puts wrapped ones in place."""
+    for how in (PLAINLY, tensor_guard_here()):
+        if how is not None and all(map(how.is_told, captured)):
+            return how.guard(captured)
+    return None
 
 
 def _compiled_entry(

@@ -8,22 +8,22 @@ from typing import Any, cast
 
 from remat._captures.walk import Survey
 
-Position = tuple[object, ...]
+_Position = tuple[object, ...]
 _OF_C = frozenset({"builtins", "itertools", "collections", "_collections"})
 #: What messages call an iterator, itself, and where it stood.
-Stood = tuple[str, Iterator[Any], Position]
+Stood = tuple[str, Iterator[Any], _Position]
 
 
 def advanced_since(known: list[Stood]) -> str | None:
     """What messages call the first iterator that stands elsewhere now; None if none does."""
-    moved = (name for name, each, at in known if not is_same(at, position(each)))
+    moved = (name for name, each, at in known if not _is_same(at, _position(each)))
     return next(moved, None)
 
 
 def positions(survey: Survey) -> list[Stood]:
     """Where each iterator stands that was reached; an `itertools.count` is there to count runs."""
     return [
-        (f"{node.label} ({node.kind.__name__})", node.value, position(node.value))
+        (f"{node.label} ({node.kind.__name__})", node.value, _position(node.value))
         for node in survey.nodes.values()
         if node.kind.__module__ in _OF_C
         and hasattr(node.kind, "__next__")
@@ -31,7 +31,7 @@ def positions(survey: Survey) -> list[Stood]:
     ]
 
 
-def position(iterator: Any) -> Position:
+def _position(iterator: Any) -> _Position:
     """Where an iterator stands, as far as it tells: with another one it has been advanced.
 
     A generator tells its locals, one of C's how many are left, or what it is made of. Those of
@@ -40,7 +40,7 @@ def position(iterator: Any) -> Position:
     if isinstance(iterator, types.GeneratorType):
         held = cast("Any", iterator)
         frame, below = held.gi_frame, held.gi_yieldfrom
-        inner = position(below) if hasattr(below, "__next__") else ()
+        inner = _position(below) if hasattr(below, "__next__") else ()
         return () if frame is None else (frame.f_lasti, inner, *frame.f_locals.values())
     try:
         left = operator.length_hint(iterator, -1)
@@ -49,13 +49,13 @@ def position(iterator: Any) -> Position:
         return ()
     inner = [each for each in made_of if hasattr(each, "__next__")]
     counts = [each for each in made_of if isinstance(each, int)]
-    return (left, *counts, *map(position, inner))
+    return (left, *counts, *map(_position, inner))
 
 
-def is_same(one: object, other: object) -> bool:
+def _is_same(one: object, other: object) -> bool:
     """Whether two positions are one: numbers are compared, and objects must be the same."""
     if isinstance(one, tuple) and isinstance(other, tuple):
-        before, now = cast("Position", one), cast("Position", other)
-        return len(before) == len(now) and all(map(is_same, before, now))
+        before, now = cast("_Position", one), cast("_Position", other)
+        return len(before) == len(now) and all(map(_is_same, before, now))
     is_number = isinstance(one, int) and isinstance(other, int)
     return one == other if is_number else one is other

@@ -166,7 +166,7 @@ def _is_torchs(mode: Any) -> bool:
 
 def is_heard_by_users() -> bool:
     """Whether a torch-function mode of a user's hears the functions that this thread calls."""
-    return num_function_modes() > 0 and bool(function_modes().entries)
+    return bool(function_modes().entries)
 
 
 def unheard_by_users() -> contextlib.AbstractContextManager[Any]:

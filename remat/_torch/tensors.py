@@ -100,32 +100,6 @@ def storage_key(tensor: Tensor) -> int:
     return key_of(tensor.untyped_storage())
 
 
-def have_a_number_in_common(one: Tensor, other: Tensor) -> bool:
-    """Whether two strided tensors of one storage share a number there."""
-    if not (one.numel() and other.numel()):
-        return False
-    starts, ends = zip(*map(_stretch_of, (one, other)), strict=True)
-    low, high = max(starts), min(ends)
-    if low >= high:
-        return False
-    first, size = min(starts), max(ends) - min(starts)
-    marked, asked = (torch.zeros(size, dtype=torch.bool, device="cpu") for _ in "ab")
-    for tensor, marks in ((one, marked), (other, asked)):
-        step = tensor.itemsize
-        strides = [stride * step for stride in tensor.stride()]
-        place = tensor.storage_offset() * step - first
-        marks.as_strided((*tensor.shape, step), (*strides, 1), place).fill_(True)
-    return bool((marked & asked).any())
-
-
-def _stretch_of(tensor: Tensor) -> tuple[int, int]:
-    """Where in its storage a tensor begins and ends, in bytes."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    first, size = int(tensor.storage_offset()), tensor.itemsize
-    return first * size, (first + last + 1) * size
-
-
 def is_in_parts(tensor: Tensor) -> bool:
     """Whether a tensor is of a subclass that is made of others, as DTensor is."""
     return hasattr(tensor, "__tensor_flatten__")

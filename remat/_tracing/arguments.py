@@ -5,11 +5,12 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from remat._errors import MutationError, SideEffectError
 from remat._torch import levels, trees
-from remat._torch.tensors import have_a_number_in_common, storage_key
+from remat._torch.tensors import storage_key
 from remat._user_lines import user_line
 
 _BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
@@ -99,7 +100,7 @@ def require_apart(
     for place, other in itertools.product(written, places):
         if place == other or keys[place] != keys[other]:
             continue
-        if have_a_number_in_common(below[place], below[other]):
+        if _have_a_number_in_common(below[place], below[other]):
             names = (labels[place], labels[other])
             one, same = (each if "`" in each else f"`{each}`" for each in names)
             raise MutationError.of(
@@ -110,6 +111,32 @@ def require_apart(
                 do="Pass the tensor that both are views of, and make these inside; or "
                 'use engine="rerun".',
             )
+
+
+def _have_a_number_in_common(one: Tensor, other: Tensor) -> bool:
+    """Whether two strided tensors of one storage share a number there."""
+    if not (one.numel() and other.numel()):
+        return False
+    starts, ends = zip(*map(_stretch_of, (one, other)), strict=True)
+    low, high = max(starts), min(ends)
+    if low >= high:
+        return False
+    first, size = min(starts), max(ends) - min(starts)
+    marked, asked = (torch.zeros(size, dtype=torch.bool, device="cpu") for _ in "ab")
+    for tensor, marks in ((one, marked), (other, asked)):
+        step = tensor.itemsize
+        strides = [stride * step for stride in tensor.stride()]
+        place = tensor.storage_offset() * step - first
+        marks.as_strided((*tensor.shape, step), (*strides, 1), place).fill_(True)
+    return bool((marked & asked).any())
+
+
+def _stretch_of(tensor: Tensor) -> tuple[int, int]:
+    """Where in its storage a tensor begins and ends, in bytes."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    first, size = int(tensor.storage_offset()), tensor.itemsize
+    return first * size, (first + last + 1) * size
 
 
 # Fake tensors are looked at where they were made.
