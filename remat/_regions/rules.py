@@ -412,16 +412,17 @@ def pulled_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> Region:
 def _wanted(ctx: Any) -> tuple[bool, ...]:
     """The operands whose gradients are wanted, behind one for the first argument.
 
-    Under `torch.autograd.grad(y, x, create_graph=True)` not those by weights, although these
-    require grad. Without `create_graph` asking would take as long as some small operators.
+    Under `torch.autograd.grad(y, x)` not those by weights, although these require grad. In a
+    trace all: it serves later backwards, too.
     """
     needed: tuple[bool, ...] = ctx.needs_input_grad
-    if not (torch.is_grad_enabled() and autograd.is_plain_autograd()):
+    if not autograd.is_plain_autograd():
         return needed
     nodes: list[Any] = [node for node, _ in ctx.next_functions]
+    if autograd.are_asked_for([node for node in nodes if node is not None]):
+        return needed
     asked = (False, *map(autograd.is_asked_for, nodes))
-    pairs = zip(needed, asked, strict=True)
-    wanted = tuple([is_needed and is_asked for is_needed, is_asked in pairs])
+    wanted = tuple([need and ask for need, ask in zip(needed, asked, strict=True)])
     return wanted if any(wanted) else needed
 
 
@@ -513,6 +514,8 @@ def _gradients_fast(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None
     """`_gradients` after a fast forward: most often by the program of a backward before."""
     fast_path: FastPath = ctx.call.fast_path
     wanted: tuple[bool, ...] = ctx.needs_input_grad
+    if autograd.graph_task() != autograd.whole_tasks[0]:
+        wanted = _wanted(ctx)
     for check, was_wanted, same_thread, _, path, _ in fast_path.followed:
         if check(*cotangents) and was_wanted == wanted and same_thread():
             quiet = path.quiet
@@ -546,7 +549,7 @@ def look_up_gradients(
     if forward is not None and is_as_asked and _is_told(ctx, derived, present):
         known = Followed(
             check=guards.tensor_guard(present),
-            wanted=ctx.needs_input_grad,
+            wanted=ctx.wanted,
             same_thread=guards.thread_guard(),
             region=derived,
             path=FastPath.of(forward),

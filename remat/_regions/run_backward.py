@@ -57,7 +57,7 @@ def run_freeing(
         raise
     if derived.views is not None:
         found = make_views(derived.views, found, passed)
-    return by_operand(ctx.needs_input_grad, found)
+    return by_operand(ctx.wanted, found)
 
 
 def explain_failure(error: RuntimeError, ctx: Any) -> None:

@@ -58,6 +58,22 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
+# The latest run of autograd that went on to every operand of some node: it is taken for one that
+# computes all gradients, as `.backward()` does. To ask for each node takes longer than many checks.
+whole_tasks = [-1]
+
+
+def are_asked_for(nodes: Sequence[Any]) -> bool:
+    """Whether the backward that is under way goes on to all of these nodes."""
+    try:
+        is_whole = all(map(will_execute, nodes))
+    except RuntimeError:
+        return False
+    if is_whole and len(nodes) > 1:
+        whole_tasks[0] = graph_task()
+    return is_whole
+
+
 def is_asked_for(node: Any) -> bool:
     """Whether the backward that is under way goes on to a node; None is that of a constant.
 

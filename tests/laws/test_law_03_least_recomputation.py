@@ -242,8 +242,9 @@ def test_nothing_runs_again_where_nothing_is_read():
 
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("is_leaf", [True, False])
-def test_a_gradient_to_be_differentiated_is_that_which_was_asked_for(engine, is_leaf):
-    """By the input, although the weights require grad: as of a network that solves an equation."""
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_gradient_is_that_which_was_asked_for(engine, is_leaf, is_recorded):
+    """By the input, although the weights require grad: a force, or a term of an equation."""
 
     def fun(x, w, v):
         return torch.tanh(torch.tanh(x @ w) @ v)
@@ -255,11 +256,15 @@ def test_a_gradient_to_be_differentiated_is_that_which_was_asked_for(engine, is_
         x = leaf if is_leaf else leaf * 1.0
 
         def slope(f=f, x=x, w=w, v=v):
-            return torch.autograd.grad(f(x, w, v).sum(), x, create_graph=True)[0]
+            return torch.autograd.grad(f(x, w, v).sum(), x, create_graph=is_recorded)[0]
 
         slope()
         counts.append(count_operators(slope)["aten.mm"])
-        found.append(torch.autograd.grad(slope().square().sum(), (leaf, w, v)))
+        asked = leaf, w, v
+        f(x, w, v).sum().backward(retain_graph=True)
+        found.append([slope(), *(each.grad for each in asked)])
+        if is_recorded:
+            found[-1] += torch.autograd.grad(slope().square().sum(), asked)
 
     assert counts[1] == counts[0] + 2
     torch.testing.assert_close(found[1], found[0])
