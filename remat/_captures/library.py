@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from remat._torch.modules import hooks_for_all
+from remat._torch.modules import HOOKS_FOR_ALL, hooks_for_all
 
 Subject = TypeVar("Subject", type, types.CodeType)
 Answer = TypeVar("Answer")
@@ -60,10 +60,9 @@ def users_hooks() -> dict[int, Any]:
 
     A number is given once. Libraries, which register theirs anew at each use, are left out.
     """
-    found = hooks_for_all()
-    if not found:
-        return found
-    return {key: hook for key, hook in found.items() if _is_users(hook)}
+    if not any(HOOKS_FOR_ALL):  # at each call of a region with modules
+        return {}
+    return {key: hook for key, hook in hooks_for_all().items() if _is_users(hook)}
 
 
 def _is_users(hook: Any) -> bool:

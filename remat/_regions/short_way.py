@@ -155,7 +155,8 @@ def _repeat_backward(
     except RuntimeError:
         return None
     has_ended = levels.level_of(kept[len(ctx.versions) - 1]) != ctx.level
-    changed = levels.versions_below(kept[: len(ctx.versions)]) != ctx.versions
+    inputs = levels.all_unwrapped(kept[: len(ctx.versions)])
+    changed = levels.versions_of(inputs) != ctx.versions
     below = levels.all_unwrapped(cotangents)
     if has_ended or changed or any(map(guards.requires_grad, below)):
         return None

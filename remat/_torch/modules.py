@@ -22,7 +22,7 @@ from remat._torch.modes import unseen_by_traces
 _T = TypeVar("_T")
 _CALLS = torch.nn.Module.__call__.__code__.co_filename
 _torch: Any = torch.nn.modules.module
-_HOOKS_FOR_ALL: tuple[dict[int, Any], ...] = (
+HOOKS_FOR_ALL: tuple[dict[int, Any], ...] = (
     *(_torch._global_forward_pre_hooks, _torch._global_forward_hooks),
     *(_torch._global_backward_pre_hooks, _torch._global_backward_hooks),
 )
@@ -95,9 +95,7 @@ def hooks_for_all() -> dict[int, Any]:
 
     Not those that are `_is_tracking`.
     """
-    if not any(_HOOKS_FOR_ALL):
-        return {}
-    found = {key: hook for hooks in _HOOKS_FOR_ALL for key, hook in hooks.items()}
+    found = {key: hook for hooks in HOOKS_FOR_ALL for key, hook in hooks.items()}
     return {key: hook for key, hook in found.items() if not _is_tracking(hook)}
 
 
@@ -112,7 +110,7 @@ def untracked() -> Generator[None]:
 
     Obsolete when `register_multi_grad_hook` takes leaves under `torch.autograd.grad`.
     """
-    found = [(hooks, dict(hooks)) for hooks in _HOOKS_FOR_ALL]
+    found = [(hooks, dict(hooks)) for hooks in HOOKS_FOR_ALL]
     for hooks, before in found:
         for key in [key for key, hook in before.items() if _is_tracking(hook)]:
             del hooks[key]
