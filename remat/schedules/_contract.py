@@ -58,9 +58,10 @@ def require_schedule(schedule: object, where: str) -> None:
         return
     raise ScheduleError.of(
         where=where,
-        what=f"got schedule={schedule!r}.",
+        what=f"got schedule={shown(schedule)}.",
         why="A schedule is a value of a class of `schedules`.",
-        do="Pass None, or one such as schedules.Every(3).",
+        do="Pass None, or one such as schedules.Every(3); an input goes to what `chain` "
+        "returns, chain(fs)(x).",
     )
 
 

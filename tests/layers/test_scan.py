@@ -375,6 +375,14 @@ def test_what_is_no_schedule_is_refused(schedule: Any, wants: bool):
         chain([torch.sin], schedule)
 
 
+def test_an_input_in_the_place_of_a_schedule_is_told_where_it_goes():
+    """As `checkpoint_sequential(functions, segments, x)` takes it; no number is printed."""
+    said = r"got schedule=a tensor float32\[2, 3\].*chain\(fs\)\(x\)"
+
+    with pytest.raises(ScheduleError, match=said):
+        chain([torch.sin], torch.ones(2, 3))  # pyright: ignore[reportArgumentType]
+
+
 @with_and_without
 def test_an_expanded_carry_is_laid_out_as_a_loop_lays_it_out(
     schedule: AbstractSchedule | None,

@@ -18,7 +18,13 @@ from torch.utils.checkpoint import noop_context_fn
 from remat._calls import torch_compile
 from remat._calls.decorated import DecoratedFunction, kind_of
 from remat._calls.options import ENGINES, Settings
-from remat._errors import ImplicitRandomnessError, refusal, require_choice, require_type
+from remat._errors import (
+    ImplicitRandomnessError,
+    refusal,
+    require_choice,
+    require_type,
+    shown,
+)
 from remat._torch import dynamo
 from remat._user_lines import warn
 from remat.interop._shared import warn_without_effect
@@ -229,7 +235,8 @@ def checkpoint(
         return options.run(function, args, kwargs)
     if args or kwargs:
         raise ValueError(
-            f"checkpoint() without a function is a decorator, and got {(*args, *kwargs)!r}."
+            "checkpoint() without a function is a decorator, and got "
+            f"{', '.join(map(shown, (*args, *kwargs)))}."
         )
     return options.region
 
