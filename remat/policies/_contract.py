@@ -354,20 +354,6 @@ class Stored(Changed):
         return f"{policy}.stored({self.storage!r})"
 
 
-@final
-@dataclass(frozen=True, slots=True, repr=False)
-class Abbreviated(Changed):
-    """Answers as the operand does, and prints as the code of a call that makes it."""
-
-    code: str
-
-    def __call__(self, value: Value, /) -> Save | Recompute:
-        return decide(self.policy, value)
-
-    def __repr__(self) -> str:
-        return self.code
-
-
 def decide(policy: Callable[[Value], object], value: Value) -> Save | Recompute:
     """Asks a policy about a value, and checks its answer.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from remat._errors import PolicyError, refusal
 from remat.policies._as_policy import as_policy
 from remat.policies._by_kind import save_matmul_outputs_no_batch
-from remat.policies._contract import Abbreviated, AbstractPolicy
+from remat.policies._contract import AbstractPolicy
 from remat.policies._names import require_globs, save_only_these_names
 from remat.storage import AbstractStorage, Offload
 
@@ -20,7 +20,7 @@ _DESTINATIONS = {"pinned_host": Offload(pin=True), "unpinned_host": Offload(pin=
 def save_from_both_policies(first: object, second: object) -> AbstractPolicy:
     """Saves what either of two policies saves, in the first one's storage if it saves.
 
-    Laws: answers as `first | second` does; prints and compares as itself.
+    Laws: is `first | second`.
 
     Args:
         first: a policy, a function of a value, or None for `nothing_saveable`.
@@ -37,11 +37,10 @@ def save_from_both_policies(first: object, second: object) -> AbstractPolicy:
         >>> policies.save_from_both_policies(
         ...     policies.save_matmul_outputs, policies.save_only_these_names("attn")
         ... )
-        save_from_both_policies(save_matmul_outputs, save_only_these_names('attn'))
+        save_matmul_outputs | save_only_these_names('attn')
     """
     where = "save_from_both_policies(...)"
-    left, right = as_policy(first, where), as_policy(second, where)
-    return Abbreviated(left | right, f"save_from_both_policies({left!r}, {right!r})")
+    return as_policy(first, where) | as_policy(second, where)
 
 
 def save_and_offload_only_these_names(
@@ -94,12 +93,7 @@ def save_and_offload_only_these_names(
         )
     storage = _storage_at_memory(_BOTH, offload_src, offload_dst)
     there = save_only_these_names(*offloaded).stored(storage)
-    return Abbreviated(
-        save_only_these_names(*saved) | there,
-        f"{_BOTH}(names_which_can_be_saved={[*saved]}, "
-        f"names_which_can_be_offloaded={[*offloaded]}, "
-        f"offload_src={offload_src!r}, offload_dst={offload_dst!r})",
-    )
+    return save_only_these_names(*saved) | there
 
 
 def offload_dot_with_no_batch_dims(
@@ -107,8 +101,8 @@ def offload_dot_with_no_batch_dims(
 ) -> AbstractPolicy:
     """Offloads what `save_matmul_outputs_no_batch` saves.
 
-    Laws: answers as `save_matmul_outputs_no_batch.stored(storage)` does, with the
-    storage that `offload_dst` names.
+    Laws: is `save_matmul_outputs_no_batch.stored(storage)`, with the storage that
+    `offload_dst` names.
 
     Args:
         offload_src: the memory that values leave: `"device"`.
@@ -123,16 +117,17 @@ def offload_dot_with_no_batch_dims(
 
     Example:
         >>> from remat import policies
-        >>> policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-        offload_dot_with_no_batch_dims('device', 'pinned_host')
+        >>> from remat.storage import Offload
+        >>> policy = policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+        >>> policy == policies.save_matmul_outputs_no_batch.stored(Offload())
+        True
     """
-    storage = _storage_at_memory(_DOTS, offload_src, offload_dst)
-    code = f"{_DOTS}({offload_src!r}, {offload_dst!r})"
-    return Abbreviated(save_matmul_outputs_no_batch.stored(storage), code)
+    where = "offload_dot_with_no_batch_dims"
+    storage = _storage_at_memory(where, offload_src, offload_dst)
+    return save_matmul_outputs_no_batch.stored(storage)
 
 
 _BOTH = save_and_offload_only_these_names.__name__
-_DOTS = offload_dot_with_no_batch_dims.__name__
 
 
 def _storage_at_memory(function: str, source: str, destination: str) -> AbstractStorage:
