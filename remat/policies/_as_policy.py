@@ -88,28 +88,19 @@ def as_policy(policy: object, where: str = "policy") -> AbstractPolicy:
 def _policy_of(candidate: object, where: str) -> AbstractPolicy:
     if isinstance(candidate, AbstractPolicy):
         return candidate
-    why, do = _diagnose_policy(candidate)
-    if not why:
-        return FromCallable(cast("Callable[[Value], bool]", candidate))
-    what = f"got {_shown_policy(candidate)}."
-    raise PolicyError.of(where=where, what=what, why=why, do=do)
+    found = _diagnose_policy(candidate)
+    if found is not None:
+        what, (why, do) = f"got {shown(candidate)}.", found
+        raise PolicyError.of(where=where, what=what, why=why, do=do)
+    return FromCallable(cast("Callable[[Value], bool]", candidate))
 
 
-def _diagnose_policy(candidate: object) -> tuple[str, str]:
-    """Returns why this is not a function of a value, and what to do; or two blanks."""
+def _diagnose_policy(candidate: Any) -> tuple[str, str] | None:
+    """Why this is not a function of a value, and what to do; None where it is one."""
     match candidate:
-        case str():
-            why = "A string is not a policy."
-            do = (
-                f"Pass `policies.save_only_these_names({candidate!r})` to save the "
-                "values of that name, or a policy of `policies` itself, unquoted."
-            )
-        case list() | tuple() | set() | frozenset():
-            why = "A collection is not a policy."
-            do = (
-                "Pass `policies.save_only_these_names(*names)` to save the values of "
-                "these names, or join policies with `|`."
-            )
+        case str() | list() | tuple() | set() | frozenset():
+            why = "Names are not a policy."
+            do = "Pass `policies.save_only_these_names(*names)`, or a policy, unquoted."
         case bool() | Save() | Recompute():
             why = "That is a decision about one value, not a policy."
             do = (
@@ -119,31 +110,18 @@ def _diagnose_policy(candidate: object) -> tuple[str, str]:
         case AbstractStorage():
             why = "A storage says how values are kept, not which."
             do = f"Pass `policies.everything_saveable.stored({candidate!r})`."
-        case _:
-            why, do = _diagnose_object(candidate)
-    return why, do
-
-
-def _diagnose_object(candidate: object) -> tuple[str, str]:
-    """The same of what is neither text, a collection, a decision nor a storage."""
-    name = _shown_policy(candidate)
-    match candidate:
         case _ if _makes_policies(candidate):
-            why = f"`{name}` makes a policy and is not one itself."
-            do = f"Call it: `{name}(...)`."
+            why = f"`{policy_name(candidate)}` makes a policy and is not one itself."
+            do = f"Call it: `{policy_name(candidate)}(...)`."
         case _ if is_target(candidate):
             why = "An operator makes values; a policy says which are saved."
-            do = f"Pass `policies.{by_op(cast('Any', candidate))!r}` to save what it makes."
-        case type():
-            why = f"`{name}` is a class, and a policy is a function of a value."
-            do = "Pass an instance that can be called, or a function."
-        case _ if not callable(candidate) and _has_policy(candidate):
-            why = f"A {type(candidate).__name__} has a policy and is none itself."
-            do = "Pass its `.policy`."
-        case _ if not callable(candidate):
-            why = "It cannot be called, and a policy is a function of a value."
-            do = "Pass a policy of `policies`, a function of a value, or None."
-        case _ if not takes(cast("Callable[..., Any]", candidate), 1):
+            do = f"Pass `policies.{by_op(candidate)!r}` to save what it makes."
+        case _ if isinstance(candidate, type) or not callable(candidate):
+            why = (
+                "A policy is a function of a value, or an instance that can be called."
+            )
+            do = "Pass one of `policies`, or such a function; of a plan its `.policy`."
+        case _ if not takes(candidate, 1):
             why = "A policy is called with one `Value` and nothing else."
             do = (
                 "Write it as `def policy(value)`, of `value.op`, `value.names`, "
@@ -155,7 +133,7 @@ def _diagnose_object(candidate: object) -> tuple[str, str]:
             why = "It cannot be hashed, but traced programs are looked up by their policy."
             do = "Give its class `__hash__`, or pass a function."
         case _:
-            return "", ""
+            return None
     return why, do
 
 
@@ -172,19 +150,9 @@ def _makes_policies(candidate: object) -> bool:
     return kind == AbstractPolicy.__name__  # under `from __future__ import annotations`
 
 
-def _has_policy(candidate: object) -> bool:
-    """Whether this is a plan, say, whose policy was meant."""
-    return isinstance(getattr(candidate, "policy", None), AbstractPolicy)
-
-
 def _is_hashable_policy(candidate: object) -> bool:
     try:
         hash(candidate)
     except TypeError:
         return False
     return True
-
-
-def _shown_policy(candidate: object) -> str:
-    is_named = isinstance(candidate, type) or _makes_policies(candidate)
-    return policy_name(candidate) if is_named else shown(candidate)

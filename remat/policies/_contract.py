@@ -391,8 +391,9 @@ def decide(policy: Callable[[Value], object], value: Value) -> Save | Recompute:
         case Save() | Recompute():
             return answer
         case _:
-            shown, why, do = _diagnose_decision(answer)
-            what = f"the policy {policy_name(policy)} answered {shown}."
+            why, do = _diagnose_decision(answer)
+            kind = type(answer).__name__
+            what = f"the policy {policy_name(policy)} answered {shown(answer)}, of type {kind}."
             raise PolicyError.of(where=str(value), what=what, why=why, do=do)
 
 
@@ -408,53 +409,32 @@ def require_storage(storage: object, where: str) -> None:
     if isinstance(storage, AbstractStorage):
         require_hash(where, storage)
         return
-    is_class = isinstance(storage, type) and issubclass(storage, AbstractStorage)
-    shown = storage.__name__ if isinstance(storage, type) else repr(storage)
     raise PolicyError.of(
         where=where,
-        what=f"got `{shown}`, which is not a storage value.",
-        why=f"`{shown}` is a class and a storage must be an instance."
-        if is_class
-        else "A storage must be an instance of a class of `storage`.",
-        do=f"Pass `storage.{shown}()`." if is_class else "Pass `storage.Keep()`.",
+        what=f"got {shown(storage)}, which is not a storage value.",
+        why="A storage is an instance of a class of `storage`.",
+        do="Pass `storage.Keep()`, for example.",
     )
 
 
-def _diagnose_decision(answer: object) -> tuple[str, str, str]:
-    """Returns what was answered, why that is not a decision, and what to return instead."""
-    shown = f"{answer!r}"
+def _diagnose_decision(answer: object) -> tuple[str, str]:
+    """Returns why an answer is not a decision, and what to return instead."""
+    do = "Return `Save()`, `Recompute()`, True or False; of an array `bool(...)` of it."
     match answer:
         case None:
-            why = "The function ended without a `return`, or a branch of it did."
-            do = "Return True or False in every branch."
+            return "The function ended without a `return`, or a branch of it did.", do
         case type():
-            name = answer.__name__
-            shown = f"`{name}`"
-            why = f"{shown} is a class and a decision must be an instance."
             is_storage = issubclass(answer, AbstractStorage)
-            returned = f"Save(storage.{name}())" if is_storage else "Save()"
-            do = f"Return `{returned}`, or `Recompute()` to drop the value."
-            if answer in (Save, Recompute):
-                do = f"Return `{name}()`."
+            made = f"Save(storage.{answer.__name__}())" if is_storage else "Save()"
+            return "A decision is an instance, not a class.", f"Return `{made}`."
         case AbstractStorage():
             why = "A storage says how a value is kept, not that it is saved."
-            do = f"Return `Save({answer!r})`, or `Recompute()` to drop the value."
+            return why, f"Return `Save({answer!r})`."
         case AbstractPolicy():
-            shown = f"the policy {answer!r}"
-            why = (
-                "A policy must be asked, and its answer returned; a function that "
-                "makes a policy must be called before it is passed on."
-            )
-            do = "Pass the answered policy itself, or return its answer for the value."
-        case _ if hasattr(answer, "item") and hasattr(answer, "dtype"):
-            shown = f"a `{type(answer).__module__}.{type(answer).__name__}`"
-            why = "An array is not a decision, even with a single element."
-            do = "Return `bool(...)` of it."
+            why = "A policy is asked, and a function that makes one is called first."
+            return why, "Pass that policy itself, or return its answer for the value."
         case _:
-            shown = f"{answer!r}, of type {type(answer).__name__}"
-            why = "A decision is a bool, a `Save` or a `Recompute`."
-            do = "Return `Save()`, `Recompute()`, True or False."
-    return shown, why, do
+            return "A decision is a bool, a `Save` or a `Recompute`.", do
 
 
 def _require_policies(symbol: str, *operands: object) -> None:

@@ -54,59 +54,41 @@ def test_values_print_as_messages_name_them():
     assert str(bare) == "an unnamed value (int8[], 1 B, an input)"
 
 
-A_CLASS = "is a class and a decision must be an instance."
+A_CLASS = "A decision is an instance, not a class."
+A_DECISION = "A decision is a bool, a `Save` or a `Recompute`."
+RETURN = "Return `Save()`, `Recompute()`, True or False; of an array `bool(...)` of it."
 BAD_ANSWERS: dict[str, tuple[Any, str]] = {
     "none": (
         None,
-        "None. The function ended without a `return`, or a branch of it did. Return True "
-        "or False in every branch.",
+        "None, of type NoneType. The function ended without a `return`, or a branch of it "
+        f"did. {RETURN}",
     ),
-    "class Save": (Save, f"`Save`. `Save` {A_CLASS} Return `Save()`."),
-    "class Recompute": (
-        Recompute,
-        f"`Recompute`. `Recompute` {A_CLASS} Return `Recompute()`.",
+    "class Save": (
+        Save,
+        f"the class Save, of type type. {A_CLASS} Return `Save()`.",
     ),
     "class Offload": (
         Offload,
-        f"`Offload`. `Offload` {A_CLASS} Return `Save(storage.Offload())`, or "
-        "`Recompute()` to drop the value.",
-    ),
-    "class int": (
-        int,
-        f"`int`. `int` {A_CLASS} Return `Save()`, or `Recompute()` to drop the value.",
+        f"the class Offload, of type ABCMeta. {A_CLASS} Return `Save(storage.Offload())`.",
     ),
     "storage": (
         Sparse(),
-        "Sparse(min_saving=0.25). A storage says how a value is kept, not that it is "
-        "saved. Return `Save(Sparse(min_saving=0.25))`, or `Recompute()` to drop the "
-        "value.",
+        "Sparse(min_saving=0.25), of type Sparse. A storage says how a value is kept, not "
+        "that it is saved. Return `Save(Sparse(min_saving=0.25))`.",
     ),
     "policy": (
         nothing_saveable,
-        "the policy nothing_saveable. A policy must be asked, and its answer returned; a "
-        "function that makes a policy must be called before it is passed on. Pass the "
-        "answered policy itself, or return its answer for the value.",
+        "nothing_saveable, of type ParameterFreePolicy. A policy is asked, and a function "
+        "that makes one is called first. Pass that policy itself, or return its answer for "
+        "the value.",
     ),
-    "numpy": (
-        np.bool_(True),
-        "a `numpy.bool`. An array is not a decision, even with a single element. Return "
-        "`bool(...)` of it.",
-    ),
+    "numpy": (np.bool_(True), f"np.True_, of type bool. {A_DECISION} {RETURN}"),
     "tensor": (
         torch.tensor(True),
-        "a `torch.Tensor`. An array is not a decision, even with a single element. Return "
-        "`bool(...)` of it.",
+        f"a tensor bool[], of type Tensor. {A_DECISION} {RETURN}",
     ),
-    "int": (
-        1,
-        "1, of type int. A decision is a bool, a `Save` or a `Recompute`. Return "
-        "`Save()`, `Recompute()`, True or False.",
-    ),
-    "text": (
-        "save",
-        "'save', of type str. A decision is a bool, a `Save` or a `Recompute`. Return "
-        "`Save()`, `Recompute()`, True or False.",
-    ),
+    "int": (1, f"1, of type int. {A_DECISION} {RETURN}"),
+    "text": ("save", f"'save', of type str. {A_DECISION} {RETURN}"),
 }
 
 
@@ -191,6 +173,14 @@ def by_torch(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
+NAMES = (
+    "Names are not a policy. Pass `policies.save_only_these_names(*names)`, or a policy, "
+    "unquoted."
+)
+A_FUNCTION = (
+    "A policy is a function of a value, or an instance that can be called. Pass one of "
+    "`policies`, or such a function; of a plan its `.policy`."
+)
 NOT_POLICIES: dict[str, tuple[Any, str]] = {
     "torch's": (
         by_torch,
@@ -199,17 +189,8 @@ NOT_POLICIES: dict[str, tuple[Any, str]] = {
         "of torch's, `(ctx, op, *args, **kwargs)`, goes into "
         "`create_selective_checkpoint_contexts` of `remat.interop.torch`.",
     ),
-    "text": (
-        "attn",
-        "got 'attn'. A string is not a policy. Pass `policies.save_only_these_names('attn')` "
-        "to save the values of that name, or a policy of `policies` itself, unquoted.",
-    ),
-    "list": (
-        ["attn"],
-        "got ['attn']. A collection is not a policy. Pass "
-        "`policies.save_only_these_names(*names)` to save the values of these names, or "
-        "join policies with `|`.",
-    ),
+    "text": ("attn", f"got 'attn'. {NAMES}"),
+    "list": (["attn"], f"got ['attn']. {NAMES}"),
     "bool": (
         True,
         "got True. That is a decision about one value, not a policy. "
@@ -227,19 +208,15 @@ NOT_POLICIES: dict[str, tuple[Any, str]] = {
     ),
     "factory": (
         save_only_these_names,
-        "got save_only_these_names. `save_only_these_names` makes a policy and is not "
+        f"got {save_only_these_names!r}. `save_only_these_names` makes a policy and is not "
         "one itself. Call it: `save_only_these_names(...)`.",
     ),
     "policy class": (
         type(save_only_these_names()),
-        "got ByNames. `ByNames` makes a policy and is not one "
-        "itself. Call it: `ByNames(...)`.",
+        "got the class ByNames. `ByNames` makes a policy and is not one itself. Call it: "
+        "`ByNames(...)`.",
     ),
-    "class": (
-        Save,
-        "got Save. `Save` is a class, and a policy is a function of a value. Pass an "
-        "instance that can be called, or a function.",
-    ),
+    "class": (Save, f"got the class Save. {A_FUNCTION}"),
     "operator": (
         ATEN.mm,
         "got <OpOverloadPacket(op='aten.mm')>. An operator makes values; a policy says "
@@ -247,14 +224,9 @@ NOT_POLICIES: dict[str, tuple[Any, str]] = {
     ),
     "has a policy": (
         types.SimpleNamespace(policy=save_only_these_names()),
-        "got namespace(policy=save_only_these_names()). A SimpleNamespace has a policy "
-        "and is none itself. Pass its `.policy`.",
+        f"got namespace(policy=save_only_these_names()). {A_FUNCTION}",
     ),
-    "number": (
-        0.5,
-        "got 0.5. It cannot be called, and a policy is a function of a value. Pass a "
-        "policy of `policies`, a function of a value, or None.",
-    ),
+    "number": (0.5, f"got 0.5. {A_FUNCTION}"),
     "no hash": (
         without_hash(),
         "got rule. It cannot be hashed, but traced programs are looked up by their policy. "
@@ -356,14 +328,16 @@ def test_policies_have_no_truth():
 
 
 def test_a_storage_must_be_an_instance():
-    """The class is told to be called, anything else what a storage is."""
+    """A class or anything else is told what a storage is."""
+    rest = (
+        "which is not a storage value. A storage is an instance of a class of `storage`. "
+        "Pass `storage.Keep()`, for example."
+    )
     assert message_of(PolicyError, Save, Offload) == (
-        "Save(storage=...): got `Offload`, which is not a storage value. `Offload` is "
-        "a class and a storage must be an instance. Pass `storage.Offload()`."
+        f"Save(storage=...): got the class Offload, {rest}"
     )
     assert message_of(PolicyError, save_matmul_outputs.stored, "cpu") == (
-        "save_matmul_outputs.stored(...): got `'cpu'`, which is not a storage value. A "
-        "storage must be an instance of a class of `storage`. Pass `storage.Keep()`."
+        f"save_matmul_outputs.stored(...): got 'cpu', {rest}"
     )
 
 
