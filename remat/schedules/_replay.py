@@ -4,7 +4,7 @@ The executor of `remat.layers` asks the same ledger before each action, so that 
 that replays is a list that runs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast, final
 
@@ -91,15 +91,23 @@ def require_legal(actions: object, count: int) -> tuple[do.Action, ...]:
     require_type(
         "what a schedule's `actions` returned", actions, Sequence, wanted=wanted
     )
-    ledger, listed = Ledger(), tuple(cast("Sequence[do.Action]", actions))
-    for action in listed:
+    listed = cast("Sequence[do.Action]", actions)
+    return tuple(action for action, _ in _checked(listed, count))
+
+
+def _checked(
+    actions: Iterable[do.Action], count: int
+) -> Iterator[tuple[do.Action, Ledger]]:
+    """The actions, each with the ledger after it; refuses those that are not legal."""
+    ledger = Ledger()
+    for action in actions:
         if isinstance(action, do.Backward) and ledger.remaining is None:
             at = f"the current state is {ledger.current} of {count}"
             _require(ledger.current == count, action, at)
         ledger.enter(action)
+        yield action, ledger
     left = count if ledger.remaining is None else ledger.remaining
     _require(left == 0, None, f"{left} stages remain to be pulled back")
-    return listed
 
 
 @final
@@ -149,21 +157,17 @@ def replay(actions: Iterable[do.Action], stages: Sequence[Stage]) -> Replay:
     """
     require_stages(stages)
     require_type("replay(actions)", actions, Iterable, wanted="what `actions` returned")
-    ledger = Ledger()
     evaluations = cost = most_snapshots = peak_bytes = held_bytes = 0
 
-    def live_bytes(*others: int) -> int:
+    def live_bytes(ledger: Ledger, *others: int) -> int:
         """Bytes of what is kept and recorded, and of some more states."""
         states = {*ledger.kept, *ledger.recorded, *others} - {0}
         records = sum(stages[stage].record_bytes for stage in ledger.recorded)
         return records + sum(stages[state - 1].output_bytes for state in states)
 
-    for action in actions:
-        if isinstance(action, do.Backward) and ledger.remaining is None:
-            is_swept = ledger.current == len(stages)
-            _require(is_swept, action, f"the current state is {ledger.current}")
-            held_bytes = live_bytes()
-        ledger.enter(action)
+    for action, ledger in _checked(actions, len(stages)):
+        if ledger.remaining is None:
+            held_bytes = live_bytes(ledger)
         most_snapshots = max(most_snapshots, len(ledger.kept))
         match action:
             case do.Advance(start, stop):
@@ -175,7 +179,5 @@ def replay(actions: Iterable[do.Action], stages: Sequence[Stage]) -> Replay:
         for stage in ran:
             evaluations += 1
             cost += stages[stage].cost
-            peak_bytes = max(peak_bytes, live_bytes(stage, stage + 1))
-    left = len(stages) if ledger.remaining is None else ledger.remaining
-    _require(left == 0, None, f"{left} stages remain to be pulled back")
+            peak_bytes = max(peak_bytes, live_bytes(ledger, stage, stage + 1))
     return Replay(evaluations, cost, most_snapshots, peak_bytes, held_bytes)
