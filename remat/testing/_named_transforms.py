@@ -181,30 +181,17 @@ def parse_transform(name: str) -> tuple[str, ...]:
     require_type("assert_equivalent(transforms=...)", name, str, wanted=wanted)
     parts = tuple(name.replace(" ", "").rstrip(")").split("("))
     known = (*TRANSFORMS, "functional_call")
-    is_closed = name.count("(") == name.count(")")
     is_nested = re.fullmatch(r"[^()]+(\([^()]+)*\)*", name) is not None
-    if not (is_closed and is_nested):
+    is_nested = is_nested and name.count("(") == name.count(")")
+    inner = itertools.dropwhile("backward".__eq__, parts)
+    is_placed = "backward" not in inner and "functional_call" not in parts[:-1]
+    if not (is_nested and is_placed and all(part in known for part in parts)):
         raise ValueError(
-            f"the transform {name!r}: its parentheses do not nest. Write compositions "
-            "outermost first: 'vmap(grad)'."
+            f"the transform {name!r} is none that assert_equivalent knows. They are "
+            f"{', '.join(known)}, and compositions, outermost first: 'vmap(grad)'. "
+            "'backward' is outermost, as plain autograd does not run inside torch.func, "
+            "and 'functional_call', which replaces a module's parameters, innermost."
         )
-    for place, part in enumerate(parts):
-        if part not in known:
-            raise ValueError(
-                f"the transform {name!r}: {part!r} is none that assert_equivalent knows. "
-                f"They are {', '.join(known)}, and compositions, outermost first: "
-                "'vmap(grad)'."
-            )
-        if part == "backward" and any(outer != part for outer in parts[:place]):
-            raise ValueError(
-                f"the transform {name!r}: plain autograd does not run inside "
-                "torch.func. Write 'backward' outermost: 'backward(vmap)'."
-            )
-        if part == "functional_call" and place != len(parts) - 1:
-            raise ValueError(
-                f"the transform {name!r}: functional_call replaces the parameters of "
-                "the module itself. Write it innermost: 'grad(functional_call)'."
-            )
     return parts
 
 
