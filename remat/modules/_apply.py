@@ -180,11 +180,8 @@ def _with_a_forward(
 
 def matching(model: nn.Module, where: Where) -> list[tuple[str, nn.Module]]:
     """The modules that `where` means, each once, by its first name, in the model's order."""
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"modules.apply looks for modules in an nn.Module, not in {shown(model)}, of type "
-            f"{type(model).__name__}. To make a function a region, use remat(function)."
-        )
+    wanted = "a module; a function becomes a region by remat(function)"
+    require_type("modules.apply(model)", model, nn.Module, wanted=wanted)
     matches = _matcher(where)
     found: dict[int, tuple[str, nn.Module]] = {}
     # torch has not annotated what it yields.
@@ -199,24 +196,19 @@ def _matcher(where: Where) -> Callable[[str, nn.Module], bool]:
     if isinstance(where, str):
         glob = _name_parts(where)
         return lambda name, module: _fits_glob(_name_parts(name), glob)
-    if isinstance(where, (type, tuple)):
-        classes = cast(
-            "tuple[Any, ...]", where if isinstance(where, tuple) else (where,)
-        )
-        if not all(isinstance(each, type) for each in classes):
-            raise _unknown_where(where)
+    classes = cast("tuple[Any, ...]", where if isinstance(where, tuple) else (where,))
+    if all(isinstance(each, type) for each in classes):
         return lambda name, module: isinstance(module, classes)
-    if isinstance(where, nn.Module) or not callable(where):
-        raise _unknown_where(cast("object", where))
-    if not takes(where, 2):
-        raise refusal(
-            TypeError,
-            where=f"modules.apply(where={where!r})",
-            what="cannot be called with two arguments.",
-            why="A predicate gets the qualified name of a module and the module.",
-            do="Write it as `lambda name, module: ...`.",
-        )
-    return where
+    if callable(where) and not isinstance(where, nn.Module) and takes(where, 2):
+        return where
+    raise refusal(
+        TypeError,
+        where="modules.apply(where=...)",
+        what=f"got {shown(where)}.",
+        why="It is a class of modules, a tuple of classes, a glob over qualified names such "
+        'as "layers.*", or a predicate of two arguments, (name, module) -> bool.',
+        do="For some by name, pass lambda name, module: name in names.",
+    )
 
 
 def _name_parts(name: str) -> list[str]:
@@ -233,14 +225,3 @@ def _fits_glob(parts: Sequence[str], glob: Sequence[str]) -> bool:
         return any(_fits_glob(parts[skip:], rest) for skip in range(len(parts) + 1))
     is_first = bool(parts) and fnmatch.fnmatchcase(parts[0], first)
     return is_first and _fits_glob(parts[1:], rest)
-
-
-def _unknown_where(where: Any) -> TypeError:
-    modules = isinstance(where, nn.Module | list | tuple | set | frozenset)
-    hint = " For some by name: lambda name, module: name in names." if modules else ""
-    given = type(where).__name__ if isinstance(where, nn.Module) else repr(where)
-    return TypeError(
-        f"modules.apply looks for a class of modules, a tuple of classes, a glob over "
-        f'qualified names such as "layers.*", or a predicate (name, module) -> bool, not '
-        f"for {given}.{hint}"
-    )

@@ -206,20 +206,13 @@ def create_selective_checkpoint_contexts(
     if isinstance(policy_fn_or_list, list):
         listed = _selected_operators(cast("list[Any]", policy_fn_or_list))
         policy = Selective.of(functools.partial(_is_selected, listed))
-    elif is_policy(policy_fn_or_list):
-        raise refusal(
-            TypeError,
-            where="create_selective_checkpoint_contexts(...)",
-            what=f"got {policy_fn_or_list!r}, a policy of remat.",
-            why="The contexts ask a policy of torch's, (ctx, op, *args, **kwargs).",
-            do=f"Write remat(function, policy={policy_fn_or_list!r}) without contexts.",
-        )
-    elif callable(policy_fn_or_list):
+    elif callable(policy_fn_or_list) and not is_policy(policy_fn_or_list):
         policy = Selective.of(policy_fn_or_list)
     else:
         raise TypeError(
-            "create_selective_checkpoint_contexts takes either a function or a list of "
-            f"operators, not {policy_fn_or_list!r}."
+            "create_selective_checkpoint_contexts takes a policy of torch's, (ctx, op, *args, "
+            f"**kwargs), or a list of operators, not {policy_fn_or_list!r}. A policy of remat "
+            "goes to remat(function, policy=...)."
         )
     return SelectiveContext(policy), SelectiveContext(policy)
 
@@ -232,16 +225,11 @@ def _selected_operators(operators: list[Any]) -> tuple[object, ...]:
     for each in operators:
         if isinstance(each, _OVERLOADS):
             continue
-        why = f"It is a {type(each).__name__}."
-        do = "Pass torch.ops.aten.mm.default, for example."
-        if isinstance(each, schemas.OpOverloadPacket):
-            why = "It is an operator with all its overloads."
-            do = f"Pass torch.ops.{each}.default, or another of its overloads."
         raise refusal(
             ValueError,  # as in torch
             where="create_selective_checkpoint_contexts([...])",
             what=f"expected an overload of an operator, and got {each!r}.",
-            why=why,
-            do=do,
+            why=f"It is a {type(each).__name__}.",
+            do="Pass torch.ops.aten.mm.default, for example.",
         )
     return tuple(operators)
