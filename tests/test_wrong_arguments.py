@@ -81,7 +81,7 @@ CALLS: list[tuple[str, Callable[[], object]]] = [
     (r"scan\(length=\.\.\.\): got 1.5", lambda: scan(lambda c, _: (c, c), X, length=1.5)),  # pyright: ignore[reportArgumentType]
     (r"chain\(fs\): got None", lambda: chain(NONE)),
     (r"chain: got a tensor float32\[5, 3\], which cannot", lambda: chain([X])),  # pyright: ignore[reportArgumentType]
-    (r"Run layers in a row by chain\(layers\)", lambda: scan(lambda c, _: (c, c), X, [LINEAR])),
+    (r"Layers in a row are run by chain\(layers\)", lambda: scan(lambda c, _: (c, c), X, [LINEAR])),
     (r"Chain\(links=\.\.\.\): got None", lambda: Chain(NONE)),
     (r"modules.plan\(step=\.\.\.\): got 3", lambda: modules.plan(LINEAR, peak=0.5, step=THREE)),
     ("the function to look at: got 3", lambda: plan(THREE, budget=0.5)(X)),
@@ -126,13 +126,13 @@ CALLS: list[tuple[str, Callable[[], object]]] = [
     (r"remat\(save_matmul_outputs\): got a policy .* @remat\(policy=", lambda: remat(POLICY)),
     (r"remat\(a tensor float32\[5, 3\]\): is no function", lambda: remat(X)),  # pyright: ignore[reportCallIssue, reportArgumentType]
     ("got the class Keep, .* Call it: `Keep", lambda: remat(square, saved_inputs=KEEP)),
-    ("got Plan.*has a policy .* Pass its `.policy`", lambda: remat(square, policy=PLAN)),
+    ("got Plan.*of a plan its `.policy`", lambda: remat(square, policy=PLAN)),
     (r"name, not a tensor float32\[5, 3\]\.", lambda: checkpoint_name("hidden", X)),  # pyright: ignore[reportArgumentType]
-    (r"got \['sin'\]. Each target .* `\*targets`", lambda: policies.by_op(["sin"])),  # pyright: ignore[reportArgumentType]
+    (r"got \['sin'\]. .* Pass each by itself", lambda: policies.by_op(["sin"])),  # pyright: ignore[reportArgumentType]
     ("draws .*, not 'float32'", drawn("normal", dtype="float32")),
     ("transforms=.* got 'grad', of type str", lambda: assert_equivalent(square, square, transforms="grad")),
-    ("two arguments. .* `lambda name, module", lambda: modules.apply(LINEAR, lambda module: True)),  # pyright: ignore[reportArgumentType]
-    ("save_matmul_outputs, a policy of remat", lambda: create_selective_checkpoint_contexts(POLICY)),
+    ("two arguments, .*lambda name, module", lambda: modules.apply(LINEAR, lambda module: True)),  # pyright: ignore[reportArgumentType]
+    ("not save_matmul_outputs. A policy of remat", lambda: create_selective_checkpoint_contexts(POLICY)),
     ("takes an integer, not", lambda: random.fold_in(KEY, ARRAY)),
     ("takes an integer, not", lambda: random.key(torch.tensor([1, 2]))),  # pyright: ignore[reportArgumentType]
 ]  # fmt: skip

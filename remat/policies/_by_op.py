@@ -7,7 +7,7 @@ whether one matches overloads, operators, or bare names and functions.
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch.nn import functional
@@ -16,7 +16,7 @@ from remat._errors import PolicyError, shown
 from remat._graph.operators import short_name
 from remat._torch import schemas
 from remat.policies._contract import AbstractPolicy, Value
-from remat.policies._names import COLLECTIONS, show_call
+from remat.policies._names import show_call
 
 
 @final
@@ -145,14 +145,11 @@ def _is_torch_target(target: object) -> bool:
 
 def _not_op(target: object, why: str) -> PolicyError:
     do = (
-        'Pass an operator such as `torch.ops.aten.mm` or "aten.mm", or a function '
+        'Pass each by itself, an operator such as `torch.ops.aten.mm` or "aten.mm", or a function '
         "such as `torch.sin`; a value of your own function is best named with "
         "`checkpoint_name` and saved by `save_only_these_names`."
     )
-    if isinstance(target, COLLECTIONS):
-        why = "Each target is a separate argument."
-        do = "Unpack the collection: `*targets`."
-    what = f"got {shown(cast('object', target))}."
+    what = f"got {shown(target)}."
     return PolicyError.of(where="by_op(*targets)", what=what, why=why, do=do)
 
 

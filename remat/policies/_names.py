@@ -10,9 +10,6 @@ from typing import final
 from remat._errors import PolicyError, shown
 from remat.policies._contract import AbstractPolicy, Value
 
-#: What is passed whole where each of its elements is an argument.
-COLLECTIONS = (list, tuple, set, frozenset)
-
 
 @final
 @dataclass(frozen=True, slots=True, repr=False)
@@ -119,14 +116,11 @@ def require_globs(globs: tuple[object, ...], where: str) -> None:
     for glob in globs:
         if isinstance(glob, str):
             continue
-        is_collection = isinstance(glob, COLLECTIONS)
         raise PolicyError.of(
             where=where,
             what=f"got {shown(glob)}, of type {type(glob).__name__}.",
             why="Each name or glob is a string and a separate argument.",
-            do="Unpack the collection: `*names`."
-            if is_collection
-            else 'Pass strings, as in `"attn", "mlp_*"`.',
+            do='Pass strings, as in `"attn", "mlp_*"`, or unpack a collection: `*names`.',
         )
 
 

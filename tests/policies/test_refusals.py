@@ -347,14 +347,17 @@ def test_a_storage_must_be_an_instance():
 )
 def test_names_are_strings(make: Any):
     """A list of names is told to be unpacked, anything else to be a string."""
-    why = "Each name or glob is a string and a separate argument."
+    rest = (
+        "Each name or glob is a string and a separate argument. Pass strings, as in "
+        '`"attn", "mlp_*"`, or unpack a collection: `*names`.'
+    )
     where = f"{make.__name__}(*globs)"
 
     assert message_of(PolicyError, make, ["a", "b"]) == (
-        f"{where}: got ['a', 'b'], of type list. {why} Unpack the collection: `*names`."
+        f"{where}: got ['a', 'b'], of type list. {rest}"
     )
-    assert message_of(PolicyError, make, "a", 1) == (
-        f'{where}: got 1, of type int. {why} Pass strings, as in `"attn", "mlp_*"`.'
+    assert (
+        message_of(PolicyError, make, "a", 1) == f"{where}: got 1, of type int. {rest}"
     )
 
 
@@ -428,7 +431,7 @@ def test_unknown_sources_are_refused():
 
 
 BY_OP_HINT = (
-    'Pass an operator such as `torch.ops.aten.mm` or "aten.mm", or a function such as '
+    'Pass each by itself, an operator such as `torch.ops.aten.mm` or "aten.mm", or a function such as '
     "`torch.sin`; a value of your own function is best named with `checkpoint_name` and "
     "saved by `save_only_these_names`."
 )
