@@ -25,7 +25,7 @@ from remat._plans.recording import (
     require_no_transform,
     without_data,
 )
-from remat._plans.shares import PeakLimit, Search, Shares, show_gap
+from remat._plans.shares import Search, Shares, limit_of, show_gap
 from remat._plans.tiles import TilesRow, with_tiles
 from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._switches.blocks import standing_in
@@ -195,17 +195,18 @@ def fit(
 
     def fitted(*args: Any, **kwargs: Any) -> Fit:
         assert bound.peak is not None, "fit takes a peak"
-        most, whole = PeakLimit(bound.peak), _Step(step, (args, kwargs))
+        peak, whole = bound.peak, _Step(step, (args, kwargs))
         # Parameters first: a batch may wait on another device than that of the step.
         given = [*whole.parameters(), *trees.tensor_leaves((args, kwargs))]
 
-        def attempt(is_rough: bool) -> _Attempt:
+        def attempt(is_rough: bool, limit: int | None) -> _Attempt:
             recording, calls, again = _recorded(whole, args, kwargs, optimizer, bound)
             regions, planners = map(list, zip(*calls, strict=True))
             shares = Shares(planners, list(map(id, regions)), is_rough=is_rough)
             loads = loads_of(recording)
             there = recording.parameters + recording.others
-            limit = most.of(shares, loads, given, there)
+            if limit is None:
+                limit = limit_of(peak, shares, loads, given, there)
             search = shares.within(limit, loads)
             return search, (recording, regions, again, shares)
 

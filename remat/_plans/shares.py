@@ -43,33 +43,6 @@ class Loads:
 
 
 @final
-class PeakLimit:
-    """The most bytes that may live at one moment of a step, however often it is planned.
-
-    A fraction is one of the peak without remat where the step is planned first, in the tiles
-    that it has.
-    """
-
-    def __init__(self, peak: Size) -> None:
-        self._peak = peak
-        self._without_remat: int | None = None
-
-    def of(
-        self, shares: Shares, loads: Loads, tensors: Sequence[Tensor], given: int
-    ) -> int:
-        """The limit of a step, of whose bytes so many were `given` and are there already."""
-
-        def without_remat() -> int:
-            if self._without_remat is None:
-                self._without_remat = loads.peak(shares.without_remat)
-            return self._without_remat
-
-        device = tensors[0].device if tensors else torch.device("cpu")
-        limit, free = peak_limit(self._peak, device, without_remat)
-        return limit if free is None else limit + given
-
-
-@final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Search:
     """What a search for a peak found."""
@@ -258,6 +231,19 @@ class Shares:
         """What a budget of a unit costs, saves, and adds at each moment."""
         added = [loads.added(k, self.plan(k, size)) for k in self.units[unit]]
         return [point.cost, point.saved_bytes, *map(sum, zip(*added, strict=True))]
+
+
+def limit_of(
+    peak: Size, shares: Shares, loads: Loads, tensors: Sequence[Tensor], given: int
+) -> int:
+    """The most bytes that may live at one moment of a step.
+
+    So many of them were `given`, and are there already. A fraction is one of the peak without
+    remat.
+    """
+    device = tensors[0].device if tensors else torch.device("cpu")
+    limit, free = peak_limit(peak, device, lambda: loads.peak(shares.without_remat))
+    return limit if free is None else limit + given
 
 
 def show_gap(gap: float) -> str:

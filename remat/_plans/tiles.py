@@ -43,31 +43,34 @@ class TilesRow:
 
 
 def with_tiles(
-    attempt: Callable[[bool], _Found[_T]],
+    attempt: Callable[[bool, int | None], _Found[_T]],
 ) -> tuple[_Found[_T], tuple[TilesRow, ...]]:
     """What an attempt at a plan finds with as many more tiles as help it, and these.
 
     The tiles of a function, or else those of all, are doubled while that lowers a peak that is
     above the limit, or lets clearly less be recomputed within it. A size in bytes stays:
     whoever gave it has said what a tile may take. An attempt plans the step, roughly if told so,
-    and calls the same functions each time.
+    within the limit that the first one finds, and calls the same functions each time.
     """
     with noting_tiled() as noted:
-        best = attempt(False)
+        best = attempt(False, None)
     rows = _rows_of(noted.values())
     if not rows or (best[0].fits and best[0].cost == 0):
         return best, ()
-    rough, _ = attempt(True)
+    limit = best[0].limit
+    rough, _ = attempt(True, limit)
     while (better := _with_more(rows, rough, attempt)) is not None:
         rows, rough = better
     more = tuple(each for each in rows if each.tiles > each.before)
     with run_in(more):
-        found = attempt(False)
+        found = attempt(False, limit)
     return (found, more) if found[0].is_better_than(best[0]) else (best, ())
 
 
 def _with_more(
-    rows: list[TilesRow], best: Search, attempt: Callable[[bool], _Found[Any]]
+    rows: list[TilesRow],
+    best: Search,
+    attempt: Callable[[bool, int | None], _Found[Any]],
 ) -> tuple[list[TilesRow], Search] | None:
     """The first doubling that helps, those that helped before first; None if none does."""
     several = [rows] if len(rows) > 1 else []
@@ -76,7 +79,7 @@ def _with_more(
         more += [each for each in rows if each not in doubled]
         try:
             with noting_tiled() as noted, run_in(more):
-                found, _ = attempt(True)
+                found, _ = attempt(True, best.limit)
         except RematError:  # as of a function that is not independent along the axis
             continue
         if found.is_better_than(best):

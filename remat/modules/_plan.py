@@ -13,7 +13,7 @@ from remat._errors import BudgetError, require_type
 from remat._graph.meta import TensorMeta
 from remat._plans.plan import Plan
 from remat._plans.recording import Recording
-from remat._plans.shares import Loads, PeakLimit, Search, Shares, show_gap
+from remat._plans.shares import Loads, Search, Shares, limit_of, show_gap
 from remat._plans.tiles import TilesRow, run_in, with_tiles
 from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
 from remat._torch import trees
@@ -197,17 +197,18 @@ def plan(
 
     def planned(*args: Any, **kwargs: Any) -> ModulePlan:
         named = blocks_of(model, where)
-        most = None if bound.peak is None else PeakLimit(bound.peak)
 
-        def attempt(is_rough: bool) -> _Attempt:
+        def attempt(is_rough: bool, limit: int | None) -> _Attempt:
             calls = calls_of_blocks(model, named, args, kwargs)
             recording = step and step.recorded(model, calls, args, kwargs, bound.costs)
-            search, chosen = _search(calls, bound, most, recording, is_rough)
+            search, chosen = _search(calls, bound, limit, recording, is_rough)
             return search, (calls, chosen)
 
         with without_regions(module for _, module in named):
             (search, (calls, chosen)), tiles = (
-                (attempt(False), ()) if bound.peak is None else with_tiles(attempt)
+                (attempt(False, None), ())
+                if bound.peak is None
+                else with_tiles(attempt)
             )
             if not search.fits:
                 raise _over(search.limit, chosen)
@@ -241,11 +242,11 @@ def _apply_plans(
 def _search(
     blocks: Sequence[BlockCall],
     bound: Budget,
-    most: PeakLimit | None,
+    limit: int | None,
     recording: Recording | None,
     is_rough: bool,
 ) -> tuple[Search, ModulePlan]:
-    """Gives each block its share, so that all are within the bounds."""
+    """Gives each block its share, so that all are within the bounds; a limit is known, or found."""
     where = "modules.plan(budget=...)"
     regions = [each.name for each in blocks]
     planners = [each.planner(bound) for each in blocks]
@@ -260,7 +261,7 @@ def _search(
     size = bound.size
     if isinstance(size, float):
         size = int(size * sum(each.saved_bytes for each in shares.without_remat))
-    if most is None:
+    if bound.peak is None:
         assert size is not None, "a budget without a peak has a size"
         plans = shares.split(size)
         return Search(plans, 0, 0), planned(plans, size)
@@ -269,7 +270,9 @@ def _search(
     else:
         loads, there = loads_of(recording), recording.parameters + recording.others
     given = trees.tensor_leaves([(each.args, each.kwargs) for each in blocks])
-    search = shares.within(most.of(shares, loads, given, there), loads, size)
+    if limit is None:
+        limit = limit_of(bound.peak, shares, loads, given, there)
+    search = shares.within(limit, loads, size)
     saved = sum(each.saved_bytes for each in search.found)
     total = saved if size is None else size
     chosen = planned(search.found, total)

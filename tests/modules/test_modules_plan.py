@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from remat import (
     BudgetError,
     RematWarning,
-    TraceError,
     modules,
     plan,
     policies,
@@ -250,7 +249,9 @@ def test_a_model_that_is_not_planned_keeps_its_regions(bounds: Any) -> None:
     model, x = made()
     modules.apply(model, "layers.*")
     before = [vars(each).get("forward") for each in model.modules()]
-    with pytest.raises((BudgetError, TraceError)):
+    with pytest.raises(
+        (BudgetError, ValueError), match=r"peak|no number with a gradient"
+    ):
         modules.plan(model, **bounds)(x)
 
     assert [vars(each).get("forward") for each in model.modules()] == before
