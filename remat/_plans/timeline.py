@@ -1,7 +1,7 @@
 """The peak of a training step under plans for its regions, part by part."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from remat._errors import BudgetError
@@ -84,31 +84,31 @@ class Timeline:
     def advice(self) -> str:
         """Which single change would lower the peak most, and by how much."""
         left = {
-            what: max(each.size_bytes - _part(each, change) for each in self.moments)
-            for what, change in _CHANGES.items()
+            what: max(each.size_bytes - lowers(each) for each in self.moments)
+            for what, lowers in _CHANGES.items()
         }
         best = min(left, key=lambda each: left[each])
         spared = self.peak.size_bytes - left[best]
         return f"{best} (without it the peak is {show_size(spared)} lower)"
 
 
-#: What a user can change: the part that it lowers, and in which phases; without one, in all.
-_CHANGES = {
-    "a smaller optimizer state (another optimizer, lower precision, or sharded)": "state",
-    "tiles for the loss (layers.tiled_cross_entropy)": "working loss",
-    "tiles or smaller regions, which make less at once (layers.tiled)": (
-        "working forward backward"
+#: What a user can change, and which bytes of a moment that lowers.
+_CHANGES: dict[str, Callable[[Moment], int]] = {
+    "a smaller optimizer state (another optimizer, lower precision, or sharded)": (
+        lambda moment: moment.state
     ),
-    "fewer held inputs (regions of several layers, saved_inputs=storage.Offload())": "held",
-    "gradients that are smaller or sharded": "gradients",
-    "parameters that are smaller or sharded": "parameters",
+    "tiles for the loss (layers.tiled_cross_entropy)": (
+        lambda moment: moment.working if moment.phase == "loss" else 0
+    ),
+    "tiles or smaller regions, which make less at once (layers.tiled)": (
+        lambda moment: moment.working if moment.phase in ("forward", "backward") else 0
+    ),
+    "fewer held inputs (regions of several layers, saved_inputs=storage.Offload())": (
+        lambda moment: moment.held
+    ),
+    "gradients that are smaller or sharded": lambda moment: moment.gradients,
+    "parameters that are smaller or sharded": lambda moment: moment.parameters,
 }
-
-
-def _part(moment: Moment, change: str) -> int:
-    part, *phases = change.split()
-    is_there = not phases or moment.phase in phases
-    return int(getattr(moment, part)) if is_there else 0
 
 
 def timeline(

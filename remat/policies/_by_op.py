@@ -132,15 +132,11 @@ def _is_target_name(name: str) -> bool:
 
 
 def _is_torch_function(target: object) -> bool:
-    return _is_torch_target(target) and _is_target_name(function_name(target))
-
-
-def _is_torch_target(target: object) -> bool:
     """Whether a target is a function of torch; methods of its tensors have no module."""
-    if isinstance(target, type):
-        return False
     owner = getattr(target, "__objclass__", target)
-    return str(getattr(owner, "__module__", None)).split(".")[0] == "torch"
+    module = str(getattr(owner, "__module__", None)).partition(".")[0]
+    is_of_torch = module == "torch" and not isinstance(target, type)
+    return is_of_torch and _is_target_name(function_name(target))
 
 
 def _not_op(target: object, why: str) -> PolicyError:

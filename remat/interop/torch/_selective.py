@@ -25,15 +25,12 @@ from remat.storage import Offload
 
 _OVERLOADS = (schemas.OpOverload, type(torch.ops.higher_order.flex_attention))
 
-# For compilers alone does torch tell `MUST_` from `PREFER_`. Outputs to offload wait in host
-# memory here; torch (2.15) silently recomputes them.
-_DECISIONS: dict[str, Callable[[], Save | Recompute]] = {
-    "MUST_SAVE": Save,
-    "PREFER_SAVE": Save,
-    "MUST_RECOMPUTE": Recompute,
-    "PREFER_RECOMPUTE": Recompute,
-    "MUST_CPU_OFFLOAD": lambda: Save(Offload()),
-    "PREFER_CPU_OFFLOAD": lambda: Save(Offload()),
+# By what follows `MUST_` or `PREFER_`, which torch tells apart for compilers alone. Outputs to
+# offload wait in host memory here; torch (2.15) silently recomputes them.
+_DECISIONS = {
+    "SAVE": Save(),
+    "RECOMPUTE": Recompute(),
+    "CPU_OFFLOAD": Save(Offload()),
 }
 
 PolicyFn: TypeAlias = Callable[..., object]
@@ -69,8 +66,8 @@ class Selective(AbstractPolicy):
             word = "PREFER_SAVE" if answer else "PREFER_RECOMPUTE"
         else:
             word = answer.name if isinstance(answer, enum.Enum) else ""
-        made = _DECISIONS.get(word)
-        if made is None:
+        decision = _DECISIONS.get(word.removeprefix("MUST_").removeprefix("PREFER_"))
+        if decision is None:
             raise PolicyError.of(
                 where=f"the policy {self!r}",
                 what=f"answered {answer!r} about {value}.",
@@ -79,7 +76,7 @@ class Selective(AbstractPolicy):
             )
         # As in torch 2.15: what an operator has done in an order is not done once more.
         is_kept = word == "PREFER_RECOMPUTE" and schemas.has_ordered_effect(value.op)
-        return Save() if is_kept else made()
+        return Save() if is_kept else decision
 
     def __repr__(self) -> str:
         """Names torch's policy."""
@@ -210,9 +207,9 @@ def create_selective_checkpoint_contexts(
         policy = Selective.of(policy_fn_or_list)
     else:
         raise TypeError(
-            "create_selective_checkpoint_contexts takes a policy of torch's, (ctx, op, *args, "
-            f"**kwargs), or a list of operators, not {policy_fn_or_list!r}. A policy of remat "
-            "goes to remat(function, policy=...)."
+            "create_selective_checkpoint_contexts takes either a function or a list of "
+            f"operators, not {policy_fn_or_list!r}. A policy of remat goes to "
+            "remat(function, policy=...)."
         )
     return SelectiveContext(policy), SelectiveContext(policy)
 
