@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat._errors import TraceError, refusal
+from remat._errors import TraceError, refusal, shown
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Ref, Value
 from remat._partition.costs import Workspace, workspace_of
@@ -319,7 +319,17 @@ def optimizer_on(
         return optimizer
     if isinstance(optimizer, float) and optimizer >= 0:
         return optimizer
-    return parse_size(optimizer, where)
+    try:
+        return parse_size(optimizer, where)
+    except (TypeError, ValueError) as error:
+        raise refusal(
+            ValueError,
+            where=where,
+            what=f"got {shown(optimizer)}.",
+            why="It is an optimizer, what makes one of parameters, or what its state takes.",
+            do="Pass torch.optim.AdamW, for example, 2.0 for twice the parameters, or a "
+            'size such as "2GiB".',
+        ) from error
 
 
 def _require_any_of(optimizer: Any, fakes_of: Mapping[int, Tensor], where: str) -> None:

@@ -196,15 +196,16 @@ def _matcher(where: Where) -> Callable[[str, nn.Module], bool]:
     if isinstance(where, str):
         glob = _name_parts(where)
         return lambda name, module: _fits_glob(_name_parts(name), glob)
-    classes = cast("tuple[Any, ...]", where if isinstance(where, tuple) else (where,))
+    given = cast("Any", where)
+    classes = cast("tuple[Any, ...]", given if isinstance(where, tuple) else (given,))
     if all(isinstance(each, type) for each in classes):
         return lambda name, module: isinstance(module, classes)
-    if callable(where) and not isinstance(where, nn.Module) and takes(where, 2):
-        return where
+    if callable(given) and not isinstance(given, nn.Module) and takes(given, 2):
+        return cast("Any", given)
     raise refusal(
         TypeError,
         where="modules.apply(where=...)",
-        what=f"got {shown(where)}.",
+        what=f"got {shown(given)}.",
         why="It is a class of modules, a tuple of classes, a glob over qualified names such "
         'as "layers.*", or a predicate of two arguments, (name, module) -> bool.',
         do="For some by name, pass lambda name, module: name in names.",

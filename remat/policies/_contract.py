@@ -409,11 +409,14 @@ def require_storage(storage: object, where: str) -> None:
     if isinstance(storage, AbstractStorage):
         require_hash(where, storage)
         return
+    do, what = "Pass `storage.Keep()`, for example.", shown(storage)
+    if isinstance(storage, type) and issubclass(storage, AbstractStorage):
+        do = f"Pass `storage.{storage.__name__}()`."
     raise PolicyError.of(
         where=where,
-        what=f"got {shown(storage)}, which is not a storage value.",
+        what=f"got {what}, which is not a storage value.",
         why="A storage is an instance of a class of `storage`.",
-        do="Pass `storage.Keep()`, for example.",
+        do=do,
     )
 
 

@@ -288,7 +288,7 @@ def test_a_step_that_needs_numbers_is_refused() -> None:
     ):
         modules.plan(model, budget=0.5, step=step)(TOKENS)
     with pytest.raises(
-        ValueError, match=r"Step\(optimizer=\.\.\.\): the size 'much' cannot be read"
+        ValueError, match=r"Step\(optimizer=\.\.\.\): got 'much'\. It is an optimizer"
     ):
         modules.plan(model, budget=0.5, step=modules.Step(loss_of, "much"))(TOKENS)
 

@@ -328,16 +328,14 @@ def test_policies_have_no_truth():
 
 
 def test_a_storage_must_be_an_instance():
-    """A class or anything else is told what a storage is."""
-    rest = (
-        "which is not a storage value. A storage is an instance of a class of `storage`. "
-        "Pass `storage.Keep()`, for example."
-    )
+    """The class is told to be called, anything else what a storage is."""
+    rest = "which is not a storage value. A storage is an instance of a class of `storage`."
     assert message_of(PolicyError, Save, Offload) == (
-        f"Save(storage=...): got the class Offload, {rest}"
+        f"Save(storage=...): got the class Offload, {rest} Pass `storage.Offload()`."
     )
     assert message_of(PolicyError, save_matmul_outputs.stored, "cpu") == (
-        f"save_matmul_outputs.stored(...): got 'cpu', {rest}"
+        f"save_matmul_outputs.stored(...): got 'cpu', {rest} "
+        "Pass `storage.Keep()`, for example."
     )
 
 
