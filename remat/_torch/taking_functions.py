@@ -122,44 +122,16 @@ def _scan_by_steps(
 ) -> Any:
     """`associative_scan`, or the operators of its steps where torch's rules fail.
 
-    Its derivative takes what the function gives for a leaf to depend on this leaf alone; a map
-    puts the graph of the function, which is of one row, around several. Obsolete when it does
-    not.
+    Its derivative takes what the function gives for a leaf to depend on this leaf alone, which
+    is sure of a single one; a map puts the graph of the function, which is of one row, around
+    several. Obsolete when it does not.
     """
     wanted = torch.is_grad_enabled() and any(each.requires_grad for each in leaves)
-    may_mix, is_mapped = len(leaves) > 1, any(map(functorch.is_batchedtensor, leaves))
-    if is_mapped or (wanted and may_mix and _mixes_leaves(combine, leaves, given)):
+    if any(map(functorch.is_batchedtensor, leaves)) or (wanted and len(leaves) > 1):
         module = importlib.import_module("torch._higher_order_ops.associative_scan")
         return module.generic_associative_scan(combine, leaves, additional_inputs=given)
     op: Any = torch.ops.higher_order.associative_scan
     return op(combine, leaves, given)
-
-
-def _mixes_leaves(combine: Any, leaves: Sequence[Tensor], given: Sequence[Any]) -> bool:
-    """Whether what a function of two rows gives for a leaf depends on another leaf, too."""
-
-    def row(leaf: Tensor) -> Tensor:
-        wanted = leaf.is_floating_point() or leaf.is_complex()
-        shape, dtype, device = leaf[:1].shape, leaf.dtype, leaf.device
-        return torch.empty(shape, dtype=dtype, device=device, requires_grad=wanted)
-
-    left, right = ([row(leaf) for leaf in leaves] for _ in range(2))
-    with proxy_tensor.disable_proxy_modes_tracing():
-        found = combine(*left, *right, *given)
-    for place, out in enumerate(found):
-        others = [
-            each
-            for rows in (left, right)
-            for k, each in enumerate(rows)
-            if k != place and each.requires_grad
-        ]
-        if others and out.requires_grad:
-            how = {"retain_graph": True, "allow_unused": True}
-            cotangent = torch.empty_like(out)
-            gradients: Any = torch.autograd.grad(out, others, cotangent, **how)
-            if any(each is not None for each in gradients):
-                return True
-    return False
 
 
 _LOOPS = {torch.ops.higher_order.while_loop, loops.while_loop, loops.gradients}
