@@ -3,6 +3,7 @@
 import itertools
 import operator
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -44,12 +45,31 @@ def _position(iterator: Any) -> _Position:
         return () if frame is None else (frame.f_lasti, inner, *frame.f_locals.values())
     try:
         left = operator.length_hint(iterator, -1)
-        made_of: tuple[Any, ...] = iterator.__reduce__()[1] if left < 0 else ()
+        made_of = [*_made_of(iterator)] if left < 0 else []
     except TypeError:  # it cannot be copied
         return ()
     inner = [each for each in made_of if hasattr(each, "__next__")]
     counts = [each for each in made_of if isinstance(each, int)]
-    return (left, *counts, *map(_position, inner))
+    return (left, len(made_of), *counts, *map(_position, inner))
+
+
+def _made_of(iterator: Any) -> Iterator[object]:
+    """What one of C's iterators is made of, and its state.
+
+    Of those of itertools Python 3.14 does not tell it; 3.12 and 3.13 warn of that.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        _, *parts = iterator.__reduce__()
+    return _leaves(tuple(parts))
+
+
+def _leaves(tree: object) -> Iterator[object]:
+    if isinstance(tree, tuple):
+        for part in cast("tuple[object, ...]", tree):
+            yield from _leaves(part)
+    else:
+        yield tree
 
 
 def _is_same(one: object, other: object) -> bool:

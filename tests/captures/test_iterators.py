@@ -1,5 +1,7 @@
 """Iterators that a function captures: nothing puts one back, so that it must not be run again."""
 
+import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +35,14 @@ MAKE: dict[str, Callable[[], Iterator[Any]]] = {
     "yield from": lambda: yielding([*NUMBERS]),
     "one that is under way": lambda: _started(yielding([*NUMBERS])),
 }
+if sys.version_info < (3, 14):  # from then on these do not tell where they stand
+    MAKE |= {
+        "chain": lambda: itertools.chain([NUMBERS[0]], NUMBERS[1:]),
+        "islice": lambda: itertools.islice(NUMBERS, 4),
+        "cycle": lambda: itertools.islice(itertools.cycle(NUMBERS), 4),
+        "accumulate": lambda: itertools.accumulate(NUMBERS),
+        "permutations": lambda: itertools.permutations(NUMBERS, 2),
+    }
 
 
 def _started(numbers: Iterator[float]) -> Iterator[float]:
