@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from remat import (
     BudgetError,
     RematWarning,
+    TraceError,
     modules,
     plan,
     policies,
@@ -249,9 +250,7 @@ def test_a_model_that_is_not_planned_keeps_its_regions(bounds: Any) -> None:
     model, x = made()
     modules.apply(model, "layers.*")
     before = [vars(each).get("forward") for each in model.modules()]
-    with pytest.raises(
-        (BudgetError, ValueError), match=r"peak|no number with a gradient"
-    ):
+    with pytest.raises((BudgetError, TraceError)):
         modules.plan(model, **bounds)(x)
 
     assert [vars(each).get("forward") for each in model.modules()] == before
