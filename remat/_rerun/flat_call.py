@@ -127,8 +127,8 @@ def _require_repeatable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Non
             )
 
 
-# What functions have stored, by its id. It is no operand of a later call: its graph may have been
-# freed, and a function that only stores another in its place does not read it.
+# What functions have stored, by its id. It is no operand of a later call that does not read it: its
+# graph may have been freed, and a function that only stores another in its place asks for nothing.
 _stored: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
@@ -160,13 +160,31 @@ class _Reached:
                 raise uninitialized(str(self.survey.tensors[id(tensor)][0].label))
         self.beyond = [each for each in reached if id(each) not in others]
         followed = filter(levels.is_followed, self.beyond)
-        captured = [each for each in followed if id(each) not in _stored]
+        captured: list[Tensor] = []
+        self._left_out: list[Tensor] = []  # what earlier calls have stored
+        for each in followed:
+            (self._left_out if id(each) in _stored else captured).append(each)
         self.operands = [*self.passed, *captured]
         if self.engine:
             self.operands.append(self.engine.anchor)
         # Whether it reaches a tensor in another way than as an argument, which it may be too.
         paths = [self.survey.tensors.get(id(each), ()) for each in self.passed]
         self.captures = bool(self.beyond) or any(len(each) > 1 for each in paths)
+
+    def require_unread(self, outputs: Sequence[Tensor]) -> None:
+        """Ends a first run that read what an earlier call has stored, to start over with it.
+
+        As a layer does that keeps its state from call to call.
+        """
+        if not self._left_out:
+            return
+        ends = [each.grad_fn for each in outputs if each.grad_fn is not None]
+        behind = set(autograd.nodes_behind(ends))
+        read = [each for each in self._left_out if each.grad_fn in behind]
+        for each in read:
+            _stored.pop(id(each), None)
+        if read:
+            raise NewOperandError
 
     @property
     def may_change(self) -> list[Tensor]:
@@ -267,6 +285,7 @@ class _FlatCall:
                 # stand-ins of that run: the gradient would end there.
                 dependent_outputs(found, tensors, self.reach.engine, self.state.made)
             elif not is_again:
+                self.reach.require_unread(found)
                 self.constants.require_unwritten(self.state.used, self.state.kept)
                 self.state.used.clear()
                 self._note_changed(tensors, found)

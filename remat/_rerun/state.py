@@ -199,7 +199,9 @@ class RunState:
         except NewOperandError:
             start.put_back()
             set_states(host)
-            _copy_back(self.kept)
+            # Of most the numbers are the same: earlier calls, which read them, may still run again.
+            with levels.version_kept(*(buffer for buffer, _ in self.kept)):
+                _copy_back(self.kept)
             raise
         finally:
             self.start = None

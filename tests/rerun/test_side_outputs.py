@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -128,22 +129,83 @@ def test_what_was_stored_under_a_transform_that_has_ended() -> None:
     assert_bitwise(grads(model, [x]), grads(plain, [x]))
 
 
-def test_a_stored_tensor_that_the_next_call_differentiates() -> None:
-    """It is refused, and the error says to pass it."""
+class Recurrent(nn.Module):
+    """A layer that keeps its state from call to call, in an attribute, a buffer or a list."""
 
-    class Recurrent(nn.Module):
-        state: Any = None
+    state: Any
+    rate: Tensor
+    seen: Tensor
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.state = x.sin() if self.state is None else self.state * x.sin()
-            return self.state.cos()
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("rate", torch.tensor(0.9, dtype=torch.float64))
+        self.kind, self.calls = kind, 0
+        if kind == "buffer":
+            self.register_buffer("state", None)
+        self.keep(torch.zeros(2, 3, dtype=torch.float64))
 
-    model = remat(Recurrent(), engine="rerun")
-    x = seeded(3).requires_grad_()
-    model(x)
+    def keep(self, state: Tensor) -> None:
+        self.state = [state] if self.kind == "list" else state
 
-    with pytest.raises(CapturedTensorError, match="Pass it as an argument"):
-        model(x)
+    def kept(self) -> Tensor:
+        return self.state[0] if self.kind == "list" else self.state
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.add_(1)
+        state = F.dropout(
+            self.kept() * self.rate + self.layer(x) * self.seen.clone(), 0.2
+        )
+        self.keep(state)
+        return state.sin() if state.sum() > -100 else state
+
+
+class Twice(nn.Module):
+    """Calls a layer two times."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.layer(x.sin()).cos()
+
+
+@pytest.mark.filterwarnings("ignore:.*from now on:remat.RematWarning")
+@pytest.mark.parametrize("where", [Recurrent, Twice, (Recurrent, Twice)])
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "list"])
+@pytest.mark.parametrize("engine", ["rerun", "auto"])
+def test_a_stored_tensor_that_later_calls_differentiate(
+    engine: Any, kind: str, where: Any
+) -> None:
+    """Their gradients flow through all calls before, of which each counts and draws once."""
+
+    def trained(model: Any) -> Any:
+        torch.manual_seed(1)
+        x, own = seeded(2, 3).requires_grad_(), model[0].layer
+        for _ in range(2):
+            own.keep(own.kept().detach())
+            total = sum((model(x * each).sum() for each in range(3)), torch.zeros(()))
+            yield total, *torch.autograd.grad(total, [x, *model.parameters()])
+            yield own.kept(), own.seen.clone(), torch.rand(3)
+        assert own.calls == 12
+
+    plain, model = (nn.Sequential(Twice(Recurrent(kind))) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    modules.apply(model, lambda _, each: isinstance(each, where), engine=engine)
+
+    assert_close([*trained(model)], [*trained(plain)])
+
+
+def test_a_stored_tensor_whose_graph_is_freed() -> None:
+    """Torch's own error comes out where a later call differentiates it, as without a region."""
+    model = remat(Recurrent("attribute"), engine="rerun")
+    x = seeded(2, 3).requires_grad_()
+    model(x).sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        model(x).sum().backward()
 
 
 def test_a_hook_that_calls_backward_on_a_part_of_the_region() -> None:
