@@ -81,7 +81,7 @@ CALLS: list[tuple[str, Callable[[], object]]] = [
     (r"scan\(length=\.\.\.\): got 1.5", lambda: scan(lambda c, _: (c, c), X, length=1.5)),  # pyright: ignore[reportArgumentType]
     (r"chain\(fs\): got None", lambda: chain(NONE)),
     (r"chain: got a tensor float32\[5, 3\], which cannot", lambda: chain([X])),  # pyright: ignore[reportArgumentType]
-    (r"Layers in a row are run by chain\(layers\)", lambda: scan(lambda c, _: (c, c), X, [LINEAR])),
+    (r"Run layers in a row by chain\(layers\)", lambda: scan(lambda c, _: (c, c), X, [LINEAR])),
     (r"Chain\(links=\.\.\.\): got None", lambda: Chain(NONE)),
     (r"modules.plan\(step=\.\.\.\): got 3", lambda: modules.plan(LINEAR, peak=0.5, step=THREE)),
     ("the function to look at: got 3", lambda: plan(THREE, budget=0.5)(X)),

@@ -43,7 +43,6 @@ MISSPELLED = {
     "any_but": policies.save_any_names_but_these("atn"),
     "one_of_two": names("attn", "atn"),
     "in_a_union": names("attn") | names("atn"),
-    "in_both": policies.save_from_both_policies(names("attn"), names("atn")),
 }
 
 
