@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from remat import CapturedTensorError, RematWarning, modules, remat
-from tests.support import assert_bitwise, assert_close, grads, seeded
+from tests.support import assert_bitwise, assert_close, grads, seeded, swept
 
 pytestmark = pytest.mark.contract
 
@@ -174,9 +174,9 @@ class Twice(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*from now on:remat.RematWarning")
-@pytest.mark.parametrize("where", [Recurrent, Twice, (Recurrent, Twice)])
-@pytest.mark.parametrize("kind", ["attribute", "buffer", "list"])
-@pytest.mark.parametrize("engine", ["rerun", "auto"])
+@pytest.mark.parametrize("where", [Recurrent, (Recurrent, Twice), *swept([Twice])])
+@pytest.mark.parametrize("kind", ["attribute", "buffer", *swept(["list"])])
+@pytest.mark.parametrize("engine", ["rerun", *swept(["auto"])])
 def test_a_stored_tensor_that_later_calls_differentiate(
     engine: Any, kind: str, where: Any
 ) -> None:
