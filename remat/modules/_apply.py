@@ -202,10 +202,13 @@ def _matcher(where: Where) -> Callable[[str, nn.Module], bool]:
         return lambda name, module: isinstance(module, classes)
     if callable(given) and not isinstance(given, nn.Module) and takes(given, 2):
         return cast("Any", given)
+    # A module is not printed whole.
+    is_module = isinstance(given, nn.Module)
+    got = f"a {type(given).__name__}" if is_module else shown(given)
     raise refusal(
         TypeError,
         where="modules.apply(where=...)",
-        what=f"got {shown(given)}.",
+        what=f"got {got}.",
         why="It is a class of modules, a tuple of classes, a glob over qualified names such "
         'as "layers.*", or a predicate of two arguments, (name, module) -> bool.',
         do="For some by name, pass lambda name, module: name in names.",

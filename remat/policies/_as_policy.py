@@ -90,8 +90,9 @@ def _policy_of(candidate: object, where: str) -> AbstractPolicy:
         return candidate
     found = _diagnose_policy(candidate)
     if found is not None:
-        what, (why, do) = f"got {shown(candidate)}.", found
-        raise PolicyError.of(where=where, what=what, why=why, do=do)
+        (why, do), is_maker = found, _makes_policies(candidate)
+        name = policy_name(candidate) if is_maker else shown(candidate)
+        raise PolicyError.of(where=where, what=f"got {name}.", why=why, do=do)
     return FromCallable(cast("Callable[[Value], bool]", candidate))
 
 

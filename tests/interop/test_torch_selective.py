@@ -256,7 +256,7 @@ def test_a_policy_that_counts_in_a_global_is_asked_once():
     ("given", "error", "text"),
     [
         ([2], ValueError, "expected an overload of an operator, and got 2"),
-        ([torch.ops.aten.sin], ValueError, r"It is a OpOverloadPacket"),
+        ([torch.ops.aten.sin], ValueError, r"Pass torch.ops.aten.sin.default"),
         (2, TypeError, "either a function or a list"),
     ],
 )

@@ -129,19 +129,17 @@ def test_a_script_module_is_refused(where, engine):
         ((Block, "layers.*"), "'layers.*')."),
         (["layers.0", "layers.1"], "['layers.0', 'layers.1']."),
         (lambda: True, "<lambda>"),
-        (Block(0), "Block("),
+        (Block(0), "got a Block. It is"),
     ],
 )
 def test_a_place_that_is_none(where, found):
-    """Anything else is refused, with what it can be."""
-    with pytest.raises(
-        TypeError, match="a class of modules, a tuple of classes, a glob"
-    ):
-        modules.apply(a_model(), where)
-
+    """Anything else is refused, with what it can be; a module is not printed whole."""
     with pytest.raises(TypeError) as raised:
         modules.apply(a_model(), where)
-    assert found in str(raised.value)
+
+    text = str(raised.value)
+    assert "a class of modules, a tuple of classes, a glob" in text
+    assert found in text
 
 
 @pytest.mark.parametrize(

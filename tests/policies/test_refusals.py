@@ -208,13 +208,13 @@ NOT_POLICIES: dict[str, tuple[Any, str]] = {
     ),
     "factory": (
         save_only_these_names,
-        f"got {save_only_these_names!r}. `save_only_these_names` makes a policy and is not "
+        "got save_only_these_names. `save_only_these_names` makes a policy and is not "
         "one itself. Call it: `save_only_these_names(...)`.",
     ),
     "policy class": (
         type(save_only_these_names()),
-        "got the class ByNames. `ByNames` makes a policy and is not one itself. Call it: "
-        "`ByNames(...)`.",
+        "got ByNames. `ByNames` makes a policy and is not one "
+        "itself. Call it: `ByNames(...)`.",
     ),
     "class": (Save, f"got the class Save. {A_FUNCTION}"),
     "operator": (

@@ -222,11 +222,16 @@ def _selected_operators(operators: list[Any]) -> tuple[object, ...]:
     for each in operators:
         if isinstance(each, _OVERLOADS):
             continue
+        why = f"It is a {type(each).__name__}."
+        do = "Pass torch.ops.aten.mm.default, for example."
+        if isinstance(each, schemas.OpOverloadPacket):
+            why = "It is an operator with all its overloads."
+            do = f"Pass torch.ops.{each}.default, or another of its overloads."
         raise refusal(
             ValueError,  # as in torch
             where="create_selective_checkpoint_contexts([...])",
             what=f"expected an overload of an operator, and got {each!r}.",
-            why=f"It is a {type(each).__name__}.",
-            do="Pass torch.ops.aten.mm.default, for example.",
+            why=why,
+            do=do,
         )
     return tuple(operators)
