@@ -62,7 +62,8 @@ class Cache:
         self.entries: dict[Hashable, list[Entry]] = {}
         self.families: dict[Hashable, Family] = {}
         self.calls = Calls()
-        self.routes: list[Route] = []
+        self.routes: list[Route] = []  # the last used first
+        self.num_crowded = 0  # calls that found no room for a route of theirs
         self.hits = 0  # calls that found a trace
         self.misses = 0
         self.is_told = False  # that one of these has grown long
@@ -207,7 +208,7 @@ class Cache:
             self.routes = [route, *(each for each in self.routes if each is not route)]
 
     def add_route(self, site: CallSite) -> None:
-        """Adds a route for calls like this one, if there is room for it."""
+        """Adds a route for calls like this one, if there is room for it or its turn has come."""
         entries, tensor_guard = self.entries.get(site.key), tensor_guard_here()
         if entries is None or not site.tensors or tensor_guard is None:
             return
@@ -221,10 +222,14 @@ class Cache:
             elif route.same_thread():
                 return
             # One that a change of the number of threads has broken is replaced.
-        is_room = len(others) < _MOST_ROUTES
-        route = route_of(site, entries, tensor_guard) if is_room else None
+        if len(others) >= _MOST_ROUTES:
+            # Calls in turn must not replace each other's at each call: a route takes long to make.
+            self.num_crowded += 1
+            if self.num_crowded % _CALLS_A_ROUTE:
+                return
+        route = route_of(site, entries, tensor_guard)
         if route is not None:
-            self.routes = [*others, route]
+            self.routes = [route, *others[: _MOST_ROUTES - 1]]
 
     def _drop_oldest(self) -> None:
         """Drops the entries that were used longest ago until `cache_size` are left."""
@@ -246,6 +251,8 @@ class Cache:
 
 
 _MOST_ROUTES = 8  # a heuristic: each route that misses costs half a microsecond
+# A heuristic: as many calls without a route take longer than to make one.
+_CALLS_A_ROUTE = 16
 
 
 def _refusal_key(site: CallSite) -> Hashable:

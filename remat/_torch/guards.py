@@ -199,8 +199,9 @@ def thread_guard() -> Callable[[], bool]:
     """A check that a thread is in no forward mode and has the switches of this moment.
 
     The switches are grad mode, the default device and everything that decides what operators
-    compute; under a torch-function mode of a user's it fails. It is used together with `tensor_guard`, which fails under every other transform
-    and dispatch mode. It may also fail because the number of threads has changed.
+    compute; under a torch-function mode of a user's it fails. It is used together with
+    `tensor_guard`, which fails under every other transform and dispatch mode. It may also fail
+    because the number of threads has changed.
     """
     same_state, levels, read = state_guard(), dual_levels, torch._C
     precision, flash = matmul_precision, read._get_flash_sdp_enabled

@@ -113,6 +113,32 @@ def test_layers_of_one_class_share_it(looked_up: list[int]) -> None:
     assert counts(layers[0]) == (8, 1, 1)
 
 
+@pytest.mark.filterwarnings("ignore:.*was traced for a tenth time")
+def test_routes_that_nothing_takes_any_more_make_room(looked_up: list[int]) -> None:
+    """Not at once: more kinds of calls in turn than there are routes keep those that they have."""
+    region = remat(by_scale)
+    region.cache_clear()
+    sizes = range(1, 13)
+
+    def call(size: int) -> None:
+        gradient(region, seeded(size).requires_grad_(), Scale(2.0))
+
+    for _ in range(3):
+        for size in sizes:
+            call(size)
+
+    looked_up.clear()
+    for size in sizes:
+        call(size)
+    assert len(looked_up) < len(sizes)
+
+    for _ in range(20):
+        call(sizes[-1])
+    looked_up.clear()
+    call(sizes[-1])
+    assert not looked_up
+
+
 @pytest.mark.parametrize(
     "form",
     [
