@@ -36,7 +36,7 @@ from remat._graph.values import Graph, Value
 from remat._torch import sizes as torch_sizes
 from remat._torch.attributes import attributes_as
 from remat._torch.sizes import PLAIN, SYMBOLIC, number
-from remat._torch.tracer import one_trace_at_a_time
+from remat._torch.tracer import one_trace_at_a_time, unrecorded
 from remat._tracing.importing import Computed
 from remat._tracing.trace import Request, Traced, sizes_of, trace
 
@@ -240,8 +240,10 @@ def trace_open(request: Request, fixed: Fixed) -> tuple[Traced, torch_sizes.Open
     if any(meta.placement is not None for meta in request.operands):
         raise TraceError("a DTensor has two sizes, the whole's and its part's.")
     sizes = torch_sizes.OpenSizes()
+    with unrecorded():  # by a trace around this one
+        request = opened(request, fixed, sizes)
     with _like_numbers(sizes.env):
-        return trace(opened(request, fixed, sizes)), sizes
+        return trace(request), sizes
 
 
 # The shape environments whose symbols look like numbers.

@@ -369,6 +369,24 @@ def test_regions_inside_each_other(inside: bool, around: bool) -> None:
     assert (region if around else inner).cache_info().misses == 1
 
 
+def test_the_trace_around_holds_nothing_of_how_sizes_are_opened() -> None:
+    """Its next trace, for other cotangents, finds the inner one and differed from the first."""
+    w, x = seeded(4, 4).requires_grad_(), seeded(5, 4, seed=1)
+    inner = remat(lambda w, x: (x @ w).tanh(), dynamic_shapes=True)
+
+    def step(f: Callable[..., Tensor], w: Tensor) -> tuple[Tensor, Tensor]:
+        gradient = torch.func.grad(lambda w: f(w, x).square().sum())(w)
+        return w - gradient, w.sum()
+
+    def of_transposed(f: Callable[..., Any]) -> Tensor:
+        return torch.autograd.grad((f(w)[0].T * w).sum(), w)[0]
+
+    region = remat(lambda w: step(inner, w))
+    expected = of_transposed(lambda w: step(lambda w, x: (x @ w).tanh(), w))
+    assert_close(of_transposed(region), expected)
+    assert not any("empty" in each for each in region.programs(w)[0].operators)
+
+
 def test_a_scan_over_a_dynamic_body() -> None:
     """Layers of one length after another."""
     weights = torch.stack([WEIGHT, WEIGHT.T, WEIGHT * 0.5])
