@@ -322,6 +322,9 @@ class UserCalls(TorchFunctionMode):
             raise refusals.from_array(function_name(func) or "tensor")
         if func == tensors.SET_DATA and not tensors.is_own_data(*args):
             raise refusals.sets_data(args[0])
+        if func is torch.autograd.grad:
+            # A graph that it frees is one that the trace differentiates, too.
+            kwargs = {**kwargs, "retain_graph": True}
         graph = tracer.active_graph()
         before = len(graph.nodes)
         is_gathered = taking_functions.indexes_by_tensors()

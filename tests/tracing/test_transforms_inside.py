@@ -289,6 +289,21 @@ def _laplacian(w: Tensor, x: Tensor) -> Tensor:
     return torch.func.jacfwd(torch.func.grad(_wave, 1), 1)(w, x).sum()
 
 
+def test_a_gradient_that_frees_the_graph_of_what_is_returned() -> None:
+    """An energy and its force at evaluation: nothing differentiates the energy afterwards."""
+    layer = nn.Linear(3, 1).double()
+
+    def energy_and_force(place: Tensor) -> tuple[Tensor, Tensor]:
+        energy = layer(place).sin().sum()
+        return energy, -torch.autograd.grad(energy, place)[0]
+
+    place = seeded(4, 3).requires_grad_()
+    found, expected = remat(energy_and_force)(place), energy_and_force(place)
+    assert [each.requires_grad for each in found] == [True, False]
+    for one, other in zip(found, expected, strict=True):
+        assert_bitwise(one, other)
+
+
 def test_a_forward_over_reverse_inside_is_differentiated_in_both_modes() -> None:
     """Whose forward torch cannot push as an opened region: the closed one is differentiated."""
     w, xs = seeded(3, 4), seeded(5, 3, seed=1)
