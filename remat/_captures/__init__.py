@@ -22,15 +22,27 @@ never checked. An attribute that was not read is not covered: equal layers that 
 """
 
 from remat._captures.bake_spots import cover
-from remat._captures.contents import code_key, hides_contents, shows_contents
+from remat._captures.contents import (
+    MOST_BYTES,
+    code_key,
+    hides_contents,
+    shows_contents,
+)
 from remat._captures.covered import Covered
 from remat._captures.iterators import advanced_since, positions
 from remat._captures.library import mentions, user_bases, users_hooks
-from remat._captures.places import Step, numpy_scalar, read_place, write_place
+from remat._captures.places import (
+    Step,
+    held_bytes,
+    numpy_scalar,
+    read_place,
+    write_place,
+)
 from remat._captures.reads import Reads, recording
 from remat._captures.walk import Survey, put_back_hooked, refresh_hooked
 
 __all__ = [
+    "MOST_BYTES",
     "Covered",
     "Reads",
     "Step",
@@ -38,6 +50,7 @@ __all__ = [
     "advanced_since",
     "code_key",
     "cover",
+    "held_bytes",
     "hides_contents",
     "mentions",
     "numpy_scalar",

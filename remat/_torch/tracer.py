@@ -288,6 +288,11 @@ def parameters_seen() -> contextlib.AbstractContextManager[None]:
     return attributes_as(torch.Tensor, _make_subclass=staticmethod(made))
 
 
+def arrays_seen() -> contextlib.AbstractContextManager[None]:
+    """Inside, a trace sees `torch.from_numpy`. Obsolete when it is a torch function for modes."""
+    return attributes_as(torch, from_numpy=torch.as_tensor)
+
+
 def own_parametrizations() -> contextlib.AbstractContextManager[None]:
     """Inside, `torch.nn.utils.parametrize.cached()` has an empty cache of its own.
 

@@ -10,6 +10,7 @@ backward, or an error. Reads `_graph`, `_generators`, `_captures`.
   are.
 - `importing`: a torch.fx graph as this package's values, cut where outputs are detached.
 - `in_place_operators`: writes in a torch.fx graph as pure operators, or on copies.
+- `arrays`: arrays of numpy that become tensors.
 - `aliases`: which of the returned tensors are outputs, and which are made from others.
 - `caught`: errors of a trace that the user's code catches.
 - `collectives`: in-place communication as pure operators.

@@ -180,15 +180,23 @@ def distributed(tensor: Tensor) -> TraceError:
     )
 
 
-def from_array(function: str, made: Any = None) -> CapturedTensorError:
-    """The error for a torch function that makes a tensor, `made`, from a numpy array."""
-    described = f" {TensorMeta.of(made)}" if isinstance(made, Tensor) else ""
+def from_large_array(where: str, num_bytes: int) -> CapturedTensorError:
+    """The error for a torch function that makes a tensor from an array that is not compared."""
     return CapturedTensorError.of(
-        where=f"torch.{function} at {user_line()}",
-        what=f"makes a tensor{described} from a numpy array.",
-        why="The contents of an array cannot be checked at the next call, so the "
-        "tensor would become a constant of the trace.",
+        where=where,
+        what=f"makes a tensor from a numpy array of {num_bytes:,} bytes.",
+        why="Arrays are compared at each call up to 64 KiB; of a larger one the tensor would "
+        "become a constant of the trace, whatever the array holds later.",
         do=f"Make the tensor outside, and pass it as an argument or capture it, or use {_RERUN}.",
+    )
+
+
+def changes_array(where: str) -> MutationError:
+    return MutationError.of(
+        where=where,
+        what="makes a tensor in the memory of a numpy array, which the function then changes.",
+        why="A trace has a copy of the array: what is written to one would be missing in the other.",
+        do=f"Change it before, or use torch.tensor, which copies, or use {_RERUN}.",
     )
 
 

@@ -33,7 +33,7 @@ from remat._torch import (
 )
 from remat._torch.attributes import attributes_as
 from remat._torch.fakes import is_fake, is_fake_of, wraps_fakes
-from remat._tracing import importing, naming, refusals, taken_functions
+from remat._tracing import arrays, importing, naming, refusals, taken_functions
 from remat._tracing.caught import Raised
 from remat._tracing.indexing import LookUps
 from remat._user_lines import user_line
@@ -68,6 +68,8 @@ class Running:
         self.within: tuple[Callable[[Tensor], Tensor], ...] = ()
         #: Which tensors in parts were met, "given" or "made"; never both.
         self.in_parts: set[str] = set()
+        #: Arrays of which tensors were made that share their memory, and these.
+        self.shared: list[tuple[arrays.Copied, Tensor]] = []
         self.look_ups = LookUps()  # what `x[i]` gave where `i` is a number in a tensor
         #: An error of ours that torch may have replaced by one of its own.
         self.refused: RematError | None = None
@@ -318,8 +320,7 @@ class UserCalls(TorchFunctionMode):
             running.reshapes = running.reshapes or user_line()
         running.is_custom |= func is Tensor.register_hook  # pyright: ignore[reportUnknownMemberType]
         args, kwargs = trees.map_tensors(lift, (args, kwargs))
-        if any(map(trees.is_array, trees.flatten(args)[0])):
-            raise refusals.from_array(function_name(func) or "tensor")
+        args, kwargs, copies = arrays.copied(func, args, kwargs)
         if func == tensors.SET_DATA and not tensors.is_own_data(*args):
             raise refusals.sets_data(args[0])
         if func is torch.autograd.grad:
@@ -332,6 +333,8 @@ class UserCalls(TorchFunctionMode):
         if out is NotImplemented:
             with refusals.out_keeps_its_shape(kwargs, running.is_stand_in):
                 out = self._call_lifted(func, args, kwargs)
+        if func in arrays.SHARE_MEMORY:
+            running.shared += [(each, out) for each in copies]
         refusals.require_no_gradient_inside(func, args, kwargs, out)
         if len(graph.nodes) > before:
             note = importing.Note(user_line(), function_name(func), is_backward=False)

@@ -26,7 +26,14 @@ from remat._torch.attributes import attributes_as
 from remat._torch.fakes import fake_mode, forget_operators, wraps_fakes
 from remat._torch.modules import converting_by, untracked
 from remat._torch.sizes import OpenSizes, shape_env_of
-from remat._tracing import collectives, engines, importing, in_place_operators, refusals
+from remat._tracing import (
+    arrays,
+    collectives,
+    engines,
+    importing,
+    in_place_operators,
+    refusals,
+)
 from remat._tracing.aliases import (
     choose_outputs,
     copy_custom_aliases,
@@ -106,6 +113,7 @@ def trace(request: Request) -> Traced:
         engines.refused(),
         tracer.own_parametrizations(),
         tracer.parameters_seen(),
+        tracer.arrays_seen(),
         untracked(),
         converting_by(converter),
         running.mode,
@@ -164,6 +172,7 @@ class _TraceRun:
         if not request.is_program:
             refusals.require_no_gradients([*operands, *running.leaves])
         running.look_ups.require_unchanged()
+        arrays.require_unchanged(running.shared)
         # Outside the mode, which would take the lift's own work for the user's.
         returned = [out if out is None else lift(out) for out in results]
         for out in returned:
@@ -253,15 +262,8 @@ def _home_device(operands: Sequence[TensorMeta]) -> torch.device:
     return operands[0].device if operands else torch.get_default_device()
 
 
-# They bring a newly made real tensor into a trace.
-_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-
-
 def _note_forward(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        if "remat" not in node.meta and node.target in _LIFTS:
-            # torch.from_numpy and its like are not torch functions: no mode sees them.
-            raise refusals.from_array("from_numpy", node.meta.get("val"))
         note = node.meta.get("remat", Note("", ""))
         node.meta["remat"] = dataclasses.replace(note, is_backward=False)
 

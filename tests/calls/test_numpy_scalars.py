@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import CapturedTensorError, RematWarning, StaticArgumentError, remat
+from remat import StaticArgumentError, remat
 from tests.support import assert_bitwise, seeded
 
 pytestmark = pytest.mark.contract
@@ -145,35 +144,3 @@ def test_what_may_change_is_refused_as_an_argument(name: str) -> None:
     """A record is a view of its array."""
     with pytest.raises(StaticArgumentError, match="is a numpy"):
         remat(lambda x, array: x.sin())(seeded(3).requires_grad_(), ARRAYS[name])
-
-
-@pytest.mark.parametrize("name", ["array", "of no dimension", "masked"])
-def test_a_tensor_made_of_an_array_is_refused(name: str) -> None:
-    """Its contents could change."""
-    array = ARRAYS[name]
-
-    with pytest.raises(CapturedTensorError, match=r'numpy array.*engine="rerun"'):
-        remat(lambda x: x * torch.tensor(array))(seeded(3).requires_grad_())
-
-
-@pytest.mark.parametrize("engine", ["auto", "rerun"])
-def test_a_run_again_finds_the_array_as_it_was(engine: str) -> None:
-    """By which a module may choose where its weight goes, as one of a flow does."""
-    places = np.array([2, 0])
-
-    def fun(x: Tensor) -> Tensor:
-        spread = x.new_zeros(3)
-        spread[places] = x.sin()
-        return spread * torch.arange(3)
-
-    def gradient(fun: Any) -> Tensor:
-        places[:] = 2, 0
-        x = seeded(2).requires_grad_()
-        y = fun(x).sum()
-        places[:] = 1, 2
-        return torch.autograd.grad(y, x)[0]
-
-    region = remat(fun, engine=engine)
-    told = pytest.warns(RematWarning) if engine == "auto" else nullcontext()
-    with told:
-        assert_bitwise(gradient(region), gradient(fun))

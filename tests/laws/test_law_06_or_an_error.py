@@ -63,11 +63,6 @@ def member_of_a_set(w: Tensor) -> Callable[[], Tensor]:
     return lambda: next(iter(held))
 
 
-def numpy_property(w: Tensor) -> Callable[[], Tensor]:
-    held = Frozen(w)
-    return lambda: held.w
-
-
 def weak_reference(w: Tensor) -> Callable[[], Tensor]:
     held = weakref.ref(w)
     return lambda: held()  # type: ignore[return-value]
@@ -78,9 +73,7 @@ def cache(w: Tensor) -> Callable[[], Tensor]:
     return lambda: held()
 
 
-UNSEEN = [
-    *(iterator, generator, member_of_a_set, numpy_property),
-]
+UNSEEN = [iterator, generator, member_of_a_set]
 
 
 @pytest.mark.contract
@@ -384,7 +377,7 @@ def test_a_tensor_behind_a_call_is_followed_or_an_error(way: Any) -> None:
     assert_bitwise(found, gradient(fun, x, w))
 
 
-def test_an_array_that_changes_is_noticed_or_an_error() -> None:
+def test_an_array_that_changes_is_noticed() -> None:
     """A tensor made from a reachable numpy array is never stale."""
     w, x = seeded(3), seeded(2, 3, seed=1).requires_grad_()
     held = Frozen(w)
@@ -393,12 +386,9 @@ def test_an_array_that_changes_is_noticed_or_an_error() -> None:
         return mix(x, held.w)
 
     region = remat(fun)
-    try:
-        for _ in range(2):
-            assert_bitwise(gradient(region, x, x), gradient(fun, x, x))
-            held.array = held.array * 2
-    except CapturedTensorError:
-        return
+    for _ in range(2):
+        assert_bitwise(gradient(region, x, x), gradient(fun, x, x))
+        held.array = held.array * 2
 
 
 def _scripted_module(w: Tensor) -> Callable[[Tensor], Tensor]:
