@@ -28,6 +28,8 @@ def is_differentiated_alike(
     forward: Forward,
     stages: Stages,
     policy: AbstractPolicy,
+    *,
+    is_pushed: bool,
 ) -> bool:
     """Whether the program of a function has the derivatives of the function.
 
@@ -38,8 +40,10 @@ def is_differentiated_alike(
     much without them.
     """
     joint = stages.joint
-    # To a value that the function detached, a gradient flows in the program.
-    is_detached = not all(joint.differentiable[k] for k in moved_outputs(forward))
+    # To a value that the function detached, a gradient flows in the program. Any operand may have
+    # a tangent, a gradient only those that are differentiated.
+    moves = None if is_pushed else [meta.requires_grad for meta in operands]
+    is_detached = not all(joint.differentiable[k] for k in moved_outputs(forward, moves))
     if is_detached or forward.storages or forward.placements:
         return False
     repeats = any(value.rank >= 0 for value in joint.graph.values)

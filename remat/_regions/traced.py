@@ -238,7 +238,7 @@ class TracedRegion:
         gradients and tangents of their own between forward and backward, and the policy is asked
         about both. None where the program may have other derivatives.
         """
-        if not self.is_transparent(roots):
+        if not self.is_transparent(roots, any(has_tangent)):
             return None
         forward, policy = self.forward(roots, save=True), self.policy_above
         program, (num_outputs, _, num_saved, _) = forward.program, forward.shape
@@ -286,13 +286,13 @@ class TracedRegion:
         if joints is None:
             return self
         found = dataclasses.replace(self, function=again, origin=joints)
-        return found if found.is_transparent(roots) else self
+        return found if found.is_transparent(roots, True) else self
 
     @_once
-    def is_transparent(self, roots: Roots) -> bool:
-        """Whether its programs have the derivatives of the function."""
+    def is_transparent(self, roots: Roots, is_pushed: bool) -> bool:
+        """Whether its programs have the derivatives of the function, in forward mode or without."""
         if self.made_from is not None and not self.is_opened:
-            return self.made_from.is_transparent(roots)
+            return self.made_from.is_transparent(roots, is_pushed)
         function, operands = self.function, self.operands
         if function.is_program:
             graph = self.forward(roots, save=False).program.graph
@@ -305,7 +305,9 @@ class TracedRegion:
             is_more = self.states or self.inputs or self.verify or self.is_open
             known = function, roots, operands, self.forward(roots, save=True)
             policy = for_derived(self.policy)
-            if is_more or not is_differentiated_alike(*known, stages, policy):
+            if is_more or not is_differentiated_alike(
+                *known, stages, policy, is_pushed=is_pushed
+            ):
                 return False
         return not reads_constants(function, roots, operands, stages)
 

@@ -183,6 +183,30 @@ def test_what_a_backward_convolves_is_saved_as_a_product_is() -> None:
     assert found[1] == found[0]
 
 
+def with_a_mask(w: Any, x: Any) -> Any:
+    """What it makes of `x` has no gradient where nobody differentiates by that."""
+    return torch.tanh(x @ w), x * 2
+
+
+def test_an_output_without_a_gradient_closes_no_region() -> None:
+    """Nothing was detached there. By `x` it has one."""
+    region = remat(with_a_mask, policy=POLICIES["everything"])
+    w = weights("gated")[0]
+    for nest in ("grad(grad)", "grad(grad) by x"):
+        found = list[dict[str, int]]()
+        for f in (with_a_mask, region):
+            run = functools.partial(NESTS[nest], TORCH, _product_of(f), w, X)
+            run()
+            ran = count_operators(run)
+            found.append({each: ran[each] for each in ("aten.mm", "aten.tanh")})
+
+        assert found[0] == found[1], nest
+
+
+def _product_of(f: Callable[..., Any]) -> Function:
+    return lambda w, x: functools.reduce(torch.mul, f(w, x))
+
+
 def in_two_steps(unit: Callable[[Function], Function]) -> Function:
     """A region around two of its kind, which both read the weight and the input twice."""
     step = unit(lambda w, x: torch.tanh(x[0] @ w + x[1] @ w.mT))
