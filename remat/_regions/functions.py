@@ -181,6 +181,8 @@ def pullback(
     """
 
     def gradients(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        if not pull.wanted:
+            return []
         operands = tensors[: pull.num_operands]
         cotangents = tensors[len(tensors) - len(pull.outputs) :]
 

@@ -43,7 +43,9 @@ def is_differentiated_alike(
     # To a value that the function detached, a gradient flows in the program. Any operand may have
     # a tangent, a gradient only those that are differentiated.
     moves = None if is_pushed else [meta.requires_grad for meta in operands]
-    is_detached = not all(joint.differentiable[k] for k in moved_outputs(forward, moves))
+    is_detached = not all(
+        joint.differentiable[k] for k in moved_outputs(forward, moves)
+    )
     if is_detached or forward.storages or forward.placements:
         return False
     repeats = any(value.rank >= 0 for value in joint.graph.values)

@@ -131,7 +131,16 @@ def memory_of(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _parts_of(sparse: Tensor) -> list[Tensor]:
-    """The tensors of which a sparse one is made."""
+    """The tensors of which a sparse one is made, or a nested one of the jagged layout."""
+    if sparse.layout is torch.jagged:
+        # Its class is not typed.
+        jagged: Any = sparse
+        lengths = jagged.lengths()
+        return [
+            jagged.values(),
+            jagged.offsets(),
+            *([] if lengths is None else [lengths]),
+        ]
     if sparse.layout is torch.sparse_coo:
         return [sparse._indices(), sparse._values()]
     by_rows = sparse.layout in (torch.sparse_csr, torch.sparse_bsr)

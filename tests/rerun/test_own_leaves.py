@@ -49,6 +49,17 @@ def test_it_is_returned_and_the_argument_gets_its_gradient(fun: Any) -> None:
     assert_bitwise(y.grad, x.grad)
 
 
+@pytest.mark.parametrize("fun", [beside, as_parameter])
+def test_alone_it_gives_the_argument_none(fun: Any) -> None:
+    """It is unused, as in plain autograd."""
+    x = seeded(4).requires_grad_()
+    region: Any = remat(fun, engine="rerun")
+
+    (found,) = torch.autograd.grad(region(x)[1].sum(), x, allow_unused=True)
+    assert found is None
+    assert not torch.func.grad(lambda x: region(x)[1].sum())(x).any()
+
+
 HELD = seeded(4).requires_grad_()
 HIDDEN = itertools.repeat(HELD)
 

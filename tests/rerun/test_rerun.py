@@ -197,6 +197,20 @@ def test_a_ragged_argument() -> None:
 
 
 @pytest.mark.contract
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_ragged_argument_without_a_gradient() -> None:
+    """It is compared after the first run, as all is that the function may change."""
+    w = seeded(3, 3).requires_grad_()
+    parts = [seeded(2, 3), seeded(4, 3)]
+    ragged = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    region = remat(lambda x, w: (x @ w).sin().values(), engine="rerun")
+
+    (found,) = torch.autograd.grad(region(ragged, w).sum(), w)
+    plain = (ragged @ w).sin().values()
+    assert_bitwise(found, torch.autograd.grad(plain.sum(), w)[0])
+
+
+@pytest.mark.contract
 def test_a_lazy_module_says_what_to_do() -> None:
     """As in a trace: a run has no tensors to make its parameters of."""
     model = nn.Sequential(nn.LazyLinear(4))
