@@ -16,6 +16,7 @@ import torch
 from remat._graph import operators
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Building, Graph, Ref, Value, replace_refs
+from remat._torch import modes
 
 _aten: Any = torch.ops.aten
 
@@ -113,7 +114,8 @@ def _numbering_key(index: int, value: Value, numbers: list[int]) -> tuple[Any, .
     if value.op is None or operators.is_rng_state(value.op):
         return ("input", index)
     if value.op is operators.constant:
-        return ("constant", *_constant_key(value.args[0]))
+        with modes.unseen_by_traces():  # around the one that made it
+            return ("constant", *_constant_key(value.args[0]))
     numbered = _literal_key(
         replace_refs((value.args, value.kwargs), lambda use: Ref(numbers[use]))
     )

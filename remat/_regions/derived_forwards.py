@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -16,7 +17,7 @@ from remat._errors import RecomputationError, TraceError
 from remat._graph.joint import Joint, View
 from remat._graph.merging import merge
 from remat._graph.meta import TensorMeta, is_spread
-from remat._graph.values import Graph, Ref, label
+from remat._graph.values import Graph, Ref, Value, label
 from remat._partition.analysis import Analysis, analyze
 from remat._partition.cut import backward_graph, cut, unique_outputs
 from remat._partition.stages import Stages
@@ -178,11 +179,8 @@ def _locate_saved(
     first: Analysis, again: Analysis, saved: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Finds the saved values of one trace in another; refuses one whose forward differs."""
-    ops, ops_again = (
-        [each.joint.graph.values[index].op for index in each.forward]
-        for each in (first, again)
-    )
-    if ops != ops_again:
+    ran, ran_again = map(_steps, (first, again))
+    if [*ran.values()] != [*ran_again.values()]:
         raise RecomputationError.of(
             where="a region's backward",
             what="the function ran other operators than when it was first traced.",
@@ -191,8 +189,24 @@ def _locate_saved(
             do="Make the function depend on nothing but its arguments and the state "
             "that the documentation lists as covered.",
         )
-    place = {index: rank for rank, index in enumerate(first.forward)}
-    return tuple(again.forward[place[index]] for index in saved)
+    place = dict(zip(ran, ran_again, strict=True))
+    return tuple(place[index] for index in saved)
+
+
+def _steps(analysis: Analysis) -> dict[int, Any]:
+    """The operators of the forward, by value; a slice of all is only in a trace of open sizes."""
+    values = analysis.joint.graph.values
+
+    def is_whole(value: Value) -> bool:
+        if value.op is not _SLICE:
+            return False
+        sliced: Ref = value.args[0]
+        return value.meta == values[sliced.index].meta
+
+    return {k: values[k].op for k in analysis.forward if not is_whole(values[k])}
+
+
+_SLICE: Any = torch.ops.aten.slice.Tensor
 
 
 # Public, but torch has not annotated them.

@@ -461,7 +461,8 @@ class _Substituted(TorchFunctionMode):
                 self._state.note_generator(each)
         if self._state.before is None:
             for target in _written_tensors(func, args, kwargs):
-                self._constants.before_write(target, self._state)
+                with modes.unseen_by_traces():
+                    self._constants.before_write(target, self._state)
         with out_keeps_its_shape(kwargs, self._is_from_outside):
             out = dropout.drawn_alike(func)(*args, **kwargs)
         given = set(map(id, trees.tensor_leaves((args, kwargs))))

@@ -10,6 +10,7 @@ b 2/2/2/2."
 
 import functools
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -321,3 +322,30 @@ def test_an_inner_region_reaches_values_of_the_outer():
     )
     for transform in (grad, jacfwd, hessian, lambda f: vmap(grad(f), (None, 0))):
         assert_close(transform(outer)(w, x), transform(plain)(w, x))
+
+
+CONSTANTS: dict[str, Callable[..., torch.Tensor]] = {
+    "factor": lambda x, y: x * y * torch.tensor([1.0, 0.0, 3.0]),
+    "index": lambda x, y: x * y[:, torch.tensor([1, 0, 2])],
+    "list": lambda x, y: x * y[:, [1, 0, 2]],
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("around", [False, True], ids=["static", "open"])
+@pytest.mark.parametrize("inside", [False, True], ids=["static", "open"])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_region_inside_makes_constants(name: str, inside: bool, around: bool) -> None:
+    """Met first in the trace around it, and traced again there for other cotangents."""
+    function = CONSTANTS[name]
+    inner = remat(function, dynamic_shapes=inside)
+    outer = remat(lambda x, y: inner(x, y) * 2 + y, dynamic_shapes=around)
+    inner.cache_clear()
+    outer.cache_clear()
+    args = [seeded(2, 3).requires_grad_(), seeded(2, 3, seed=1).requires_grad_()]
+
+    def gradients(f: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        y = f(*args)
+        return [y, *torch.autograd.grad((y.T * seeded(3, 2, seed=2)).sum(), args)]
+
+    assert_close(gradients(outer), gradients(lambda x, y: function(x, y) * 2 + y))

@@ -35,6 +35,18 @@ def test_inside_a_traced_region_it_is_refused_or_right() -> None:
     assert_bitwise(found, grads(lambda x: branches(x.sin()).sin(), [seeded(4)]))
 
 
+def test_inside_a_traced_region_it_may_write_to_what_it_makes() -> None:
+    """What the write could reach is looked for past the trace around it."""
+
+    def own(x: Tensor, y: Tensor) -> Tensor:
+        return y.clone().mul_(x)
+
+    inner: Any = remat(own, engine="rerun")
+    args = [seeded(3), seeded(3, seed=1)]
+    found = grads(remat(lambda x, y: inner(x, y) + y), args)
+    assert_bitwise(found, grads(lambda x, y: own(x, y) + y, args))
+
+
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
 def test_a_gradient_is_linearized_beside_data() -> None:
     """`linearize` traces real tensors, whose numbers it does not tell."""
