@@ -61,6 +61,8 @@ from remat._torch.tensors import (
     RESHAPES,
     SET_DATA,
     SET_FOR_AUTOGRAD,
+    as_class,
+    class_of,
     copy_attributes,
     is_own_data,
     storage_key,
@@ -222,6 +224,8 @@ class _FlatCall:
         # Where the first run has stored what has a gradient, in objects that it reaches. All
         # runs return it with their results.
         self.stored: list[tuple[object, _captures.Step]] = []
+        # The classes of results that only name a tensor, as a user's own may; a region's are none.
+        self.classes: list[type[Tensor]] = []
         # The places of results that are an operand themselves, and that operand's.
         self.own: dict[int, int] = {}
         # The places of results that share the memory of another one.
@@ -310,6 +314,7 @@ class _FlatCall:
         self.changed = tuple(
             place for place, (each, had) in pairs if each.requires_grad and not had
         )
+        self.classes = [class_of(each) for each in found]
         places = {id(each): place for place, each in enumerate(tensors)}
         self.own = {
             index: places[id(each)]
@@ -334,7 +339,10 @@ class _FlatCall:
         for index, shared in self.shared.items():
             if index not in self.own:
                 found[index] = shared.of(found[shared.owner], found[index])
-        return found
+        return [
+            each if index in self.own or each is None else as_class(each, kind)
+            for index, (each, kind) in enumerate(zip(found, self.classes, strict=True))
+        ]
 
     @contextlib.contextmanager
     def _prepared(

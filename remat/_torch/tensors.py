@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from remat._torch.levels import unwrapped
+from remat._torch.levels import is_wrapped, unwrapped
 
 _torch: Any = torch
 _Tensor: Any = Tensor
@@ -87,6 +87,19 @@ def copy_attributes(tensor: Tensor, stand_in: Tensor) -> None:
         vars(stand_in).update(vars(tensor))
         if isinstance(tensor, nn.Parameter):
             vars(stand_in)["_is_param"] = True
+
+
+def class_of(tensor: Tensor) -> type[Tensor]:
+    """The class of a tensor, if that has no other operators: a user's name for tensors."""
+    kind: Any = type(tensor)
+    has_own = kind.__torch_dispatch__ is not _Tensor.__torch_dispatch__
+    return Tensor if has_own or isinstance(tensor, nn.Parameter) else kind
+
+
+def as_class(tensor: Tensor, kind: type[Tensor]) -> Tensor:
+    """The tensor as one of such a class."""
+    is_known = kind is Tensor or type(tensor) is not Tensor or is_wrapped(tensor)
+    return tensor if is_known else tensor.as_subclass(kind)
 
 
 def is_own_data(tensor: Tensor, data: Tensor) -> bool:

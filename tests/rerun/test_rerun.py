@@ -210,6 +210,42 @@ def test_a_ragged_argument_without_a_gradient() -> None:
     assert_bitwise(found, torch.autograd.grad(plain.sum(), w)[0])
 
 
+class Averaged(Tensor):
+    """A name for tensors whose sums are means."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        func = Tensor.mean if func is Tensor.sum else func
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.contract
+@pytest.mark.filterwarnings("ignore:.*runs the function again in its backward")
+@pytest.mark.parametrize("engine", ["rerun", "auto"])
+@pytest.mark.parametrize("is_given", [True, False], ids=["given", "made inside"])
+def test_results_keep_their_class(is_given: bool, engine: Any) -> None:
+    """What is computed of them next depends on it."""
+    w, x = seeded(3, 3).requires_grad_(), seeded(2, 3)
+    if is_given:
+        x = x.as_subclass(Averaged)
+
+    def fun(x: Tensor) -> dict[str, Tensor]:
+        product = (x @ w).as_subclass(Averaged)
+        return {"of it": product.sin() * product.sum(), "plain": w.sin(), "same": x}
+
+    found, expected = remat(fun, engine=engine)(x), fun(x)
+    assert {k: type(each) for k, each in found.items()} == {
+        k: type(each) for k, each in expected.items()
+    }
+    assert found["same"] is x
+    assert_bitwise(
+        torch.autograd.grad(found["of it"].sum(), w),
+        torch.autograd.grad(expected["of it"].sum(), w),
+    )
+
+
 @pytest.mark.contract
 def test_a_lazy_module_says_what_to_do() -> None:
     """As in a trace: a run has no tensors to make its parameters of."""
