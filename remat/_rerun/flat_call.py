@@ -224,7 +224,7 @@ class _FlatCall:
         # Where the first run has stored what has a gradient, in objects that it reaches. All
         # runs return it with their results.
         self.stored: list[tuple[object, _captures.Step]] = []
-        # The classes of results that only name a tensor, as a user's own may; a region's are none.
+        # The classes of results: a region gives plain tensors for those of a user's own class.
         self.classes: list[type[Tensor]] = []
         # The places of results that are an operand themselves, and that operand's.
         self.own: dict[int, int] = {}
