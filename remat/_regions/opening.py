@@ -3,6 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -124,16 +125,29 @@ def _has_derivative(program: Function, roots: Roots, graph: Graph, place: int) -
     """Whether what a program returns has a derivative by the operand at a place.
 
     Where it is no number of its own to an operator, as the mean is to the backward of a
-    norm, autograd has no derivative by it.
+    norm, autograd has no derivative by it, and says so each time: what it has said is known.
     """
+    uses = [
+        (value.op, index)
+        for value in graph.values
+        for index, arg in enumerate(value.args)
+        if arg == Ref(place)
+    ]
+    if not _constants.isdisjoint(uses):
+        return False
     operands = operands_of(graph, tuple(k == place for k in range(graph.num_inputs)))
     try:
         joint, *_ = program.traced(roots, operands, ())
     except RuntimeError as error:
         if autograd.has_no_formula(error) or autograd.must_be_constant(error):
+            _constants.update(u for u in uses if autograd.takes_for_constant(error, *u))
             return False
         raise
     return any(joint.gradients)
+
+
+# Operators, and which of their arguments are constants to their derivatives.
+_constants: set[tuple[Any, int]] = set()
 
 
 def parts_of_calls(graph: Graph, operands: Sequence[TensorMeta]) -> tuple[int, ...]:

@@ -130,6 +130,15 @@ def has_no_formula(error: RuntimeError) -> bool:
     return any(part in str(error) for part in told)
 
 
+def takes_for_constant(error: RuntimeError, op: Any, place: int) -> bool:
+    """Whether autograd raised because it has no derivative by this argument of an operator."""
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return False
+    name = schema.name.partition("::")[2]
+    return f"derivative for '{name} {schema.arguments[place].name}'" in str(error)
+
+
 def must_be_constant(error: RuntimeError) -> bool:
     """Whether autograd raised for an operand with a gradient that must have none."""
     return "is not differentiable with respect to argument" in str(error)
