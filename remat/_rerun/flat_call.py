@@ -332,17 +332,15 @@ class _FlatCall:
             # It holds these numbers already, and gets their graph.
             with levels.version_kept(operands[place]):
                 operands[place].copy_(new)
+        pairs = zip(returned[:count], self.classes, strict=True)
         found = [
-            operands[self.own[index]] if index in self.own else each
-            for index, each in enumerate(returned[:count])
+            operands[self.own[index]] if index in self.own else as_class(each, kind)
+            for index, (each, kind) in enumerate(pairs)
         ]
         for index, shared in self.shared.items():
             if index not in self.own:
                 found[index] = shared.of(found[shared.owner], found[index])
-        return [
-            each if index in self.own or each is None else as_class(each, kind)
-            for index, (each, kind) in enumerate(zip(found, self.classes, strict=True))
-        ]
+        return found
 
     @contextlib.contextmanager
     def _prepared(

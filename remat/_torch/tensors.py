@@ -96,10 +96,11 @@ def class_of(tensor: Tensor) -> type[Tensor]:
     return Tensor if has_own or isinstance(tensor, nn.Parameter) else kind
 
 
-def as_class(tensor: Tensor, kind: type[Tensor]) -> Tensor:
-    """The tensor as one of such a class."""
-    is_known = kind is Tensor or type(tensor) is not Tensor or is_wrapped(tensor)
-    return tensor if is_known else tensor.as_subclass(kind)
+def as_class(tensor: Tensor | None, kind: type[Tensor]) -> Tensor | None:
+    """The tensor, if there is one, as one of such a class."""
+    if kind is Tensor or type(tensor) is not Tensor or is_wrapped(tensor):
+        return tensor
+    return tensor.as_subclass(kind)
 
 
 def is_own_data(tensor: Tensor, data: Tensor) -> bool:

@@ -233,13 +233,19 @@ def test_results_keep_their_class(is_given: bool, engine: Any) -> None:
 
     def fun(x: Tensor) -> dict[str, Tensor]:
         product = (x @ w).as_subclass(Averaged)
-        return {"of it": product.sin() * product.sum(), "plain": w.sin(), "same": x}
+        own = {
+            "of it": product.sin() * product.sum(),
+            "once": product,
+            "twice": product,
+        }
+        return {**own, "plain": w.sin(), "same": x}
 
     found, expected = remat(fun, engine=engine)(x), fun(x)
     assert {k: type(each) for k, each in found.items()} == {
         k: type(each) for k, each in expected.items()
     }
     assert found["same"] is x
+    assert found["once"] is found["twice"]
     assert_bitwise(
         torch.autograd.grad(found["of it"].sum(), w),
         torch.autograd.grad(expected["of it"].sum(), w),
