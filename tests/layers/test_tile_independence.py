@@ -13,8 +13,6 @@ from remat import RematWarning, TileError, disabled, random, remat
 from remat.layers import tiled
 from tests.support import assert_bitwise, assert_close, count_operators, seeded
 
-pytestmark = pytest.mark.contract
-
 X, W, H = seeded(2, 6, 4), seeded(4, 8, seed=1), seeded(8, 4, seed=2)
 ALIKE = "b (tile s) d -> b (tile s) d"
 TARGETS = torch.arange(12).reshape(2, 6) % 8

@@ -26,8 +26,6 @@ from remat.planners import Share, share
 from tests.random.trackers import generator_state
 from tests.support import LiveBytes, assert_bitwise, seeded, swept
 
-pytestmark = pytest.mark.contract
-
 
 class Block(nn.Module):
     """A residual MLP of some width."""

@@ -17,7 +17,6 @@ from remat._generators import device_states
 from tests.random.trackers import generator_state
 from tests.support import LiveBytes, seeded
 
-pytestmark = pytest.mark.contract
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 ADAM = functools.partial(torch.optim.AdamW, foreach=True)
 

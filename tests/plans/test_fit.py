@@ -21,8 +21,6 @@ from remat import (
 )
 from tests.support import LiveBytes, assert_bitwise, seeded
 
-pytestmark = pytest.mark.contract
-
 
 def plain_block(params: Any, x: Tensor) -> Tensor:
     return x + torch.tanh(torch.tanh(x @ params["up"]).square() @ params["down"])

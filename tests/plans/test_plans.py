@@ -14,7 +14,6 @@ from tests.plans.models import gpt, measured, mlp, mlp_args, region_of
 from tests.support import assert_bitwise, assert_close, in_turn, seeded
 
 
-@pytest.mark.contract
 def test_a_budget_is_a_policy() -> None:
     """A region with a budget saves what the plan for it says; gradients are the same."""
     f, args, leaves = gpt()
@@ -82,7 +81,6 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.contract
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize(("name", "kind"), in_turn(TRANSFORMS, ["plan", "budget"]))
 def test_under_transforms(name: str, kind: str) -> None:
@@ -96,7 +94,6 @@ def test_under_transforms(name: str, kind: str) -> None:
     assert_close(found, transform(mlp)(x, w.detach()))
 
 
-@pytest.mark.contract
 def test_another_program_is_refused() -> None:
     """Other shapes, another function, a transposed argument: the error says what to do."""
     x, w = mlp_args()
@@ -329,7 +326,6 @@ def test_what_plan_refuses() -> None:
         plan(mlp, budget=policies.everything_saveable)
 
 
-@pytest.mark.contract
 def test_what_may_be_planned() -> None:
     """Regions, bound methods and modules; the region's own policy does not count."""
     x, w = mlp_args()

@@ -52,7 +52,6 @@ MODELS = {"gpt": gpt, "conv": conv_net, "dropout": dropping}
 each_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 
-@pytest.mark.contract
 @each_model
 @pytest.mark.parametrize("part", [0.25, *swept([0.75])])
 def test_predictions_are_what_is_measured(model: Any, part: float) -> None:
@@ -143,7 +142,6 @@ def test_a_write_to_a_column_holds_a_column(part: float) -> None:
     assert held == found.saved_bytes <= found.budget_bytes
 
 
-@pytest.mark.contract
 @each_model
 def test_residuals_are_what_is_predicted(model: Any) -> None:
     """What `saved_residuals` lists beside the arguments adds up to the plan's bytes."""
@@ -159,7 +157,6 @@ def test_residuals_are_what_is_predicted(model: Any) -> None:
     assert {each.reason for each in made} == {"chosen by a plan"}
 
 
-@pytest.mark.contract
 def test_what_is_held_in_any_case_is_counted() -> None:
     """The state that a draw starts from, and copies of the statistics of two layers."""
     fixed = [
@@ -194,7 +191,6 @@ STORAGES = {
 }
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("kind", daily(STORAGES, ["chain", "sparse"]))
 def test_allowed_storages_count_as_they_wait(kind: storage.AbstractStorage) -> None:
     """What is predicted is what waits; more than predicted never does."""
@@ -239,7 +235,6 @@ def test_offloaded_values_hold_nothing(tmp_path: Any) -> None:
     assert found.recompute_flops == 0 < found.recompute_cost
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_planned_without_numbers(kind: str) -> None:
     """Meta and fake tensors give the plan of real ones, which then holds for those."""
@@ -260,7 +255,6 @@ def test_planned_without_numbers(kind: str) -> None:
     )
 
 
-@pytest.mark.contract
 def test_measured_costs() -> None:
     """Times are positive, in nanoseconds, and the plan still fits; numbers must be there."""
     f, args, leaves = gpt()
@@ -284,7 +278,6 @@ def test_measured_costs() -> None:
         )
 
 
-@pytest.mark.contract
 def test_regions_inside_are_planned_through() -> None:
     """The outermost policy decides: values of inner regions are saved if they fit."""
     inner = remat(lambda x, w: torch.tanh(torch.tanh(x @ w) @ w))
@@ -337,7 +330,6 @@ def test_what_was_saved_is_freed_whatever_gradients_are(fun: Any) -> None:
     assert memory.peak - result.nbytes - ones.nbytes <= found.peaks.backward
 
 
-@pytest.mark.contract
 def test_late_recomputation_bounds_the_peak() -> None:
     """Layers in one region come back one at a time: the peak is near one layer's."""
 

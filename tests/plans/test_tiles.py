@@ -11,10 +11,7 @@ from remat import BudgetError, Fit, fit, modules, remat
 from remat.layers import Tiled, tiled
 from tests.support import LiveBytes, assert_close, seeded
 
-pytestmark = [
-    pytest.mark.contract,
-    pytest.mark.filterwarnings("ignore:(?s).*traced for a tenth time"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:(?s).*traced for a tenth time")
 
 PATTERN = "(tile n) d, ... -> (tile n) d"
 ARGS = seeded(16, 64), seeded(64) / 8, seeded(4, 16)

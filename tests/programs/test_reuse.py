@@ -30,7 +30,6 @@ from tests.support import (
 )
 
 pytestmark = [
-    pytest.mark.contract,
     pytest.mark.filterwarnings("ignore::remat.RematWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
 ]

@@ -58,7 +58,6 @@ def total(tracker: MemTracker, kind: str) -> int:
     return tracker.get_tracker_snapshot(kind)[torch.get_default_device()]["Total"]
 
 
-@pytest.mark.contract
 @each_policy
 def test_bytes_agree_with_torchs_tracker(policy: Any) -> None:
     """Held bytes and peak are those of `MemTracker`, to 1 %."""
@@ -72,7 +71,6 @@ def test_bytes_agree_with_torchs_tracker(policy: Any) -> None:
     assert found.peak.size_bytes == pytest.approx(peak, rel=0.01)
 
 
-@pytest.mark.contract
 def test_bytes_of_a_plain_function_agree_with_torchs_tracker() -> None:
     """Without any region all is held outside of regions."""
     given = parameters(requires_grad=True)
@@ -109,7 +107,6 @@ def convolutions(region: Any) -> tuple[Any, tuple[Tensor, ...]]:
     )
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("model", [tied, convolutions, penalty])
 @pytest.mark.parametrize("region", [remat, lambda f: f], ids=["region", "plain"])
 def test_other_models_agree_with_torchs_tracker(model: Any, region: Any) -> None:
@@ -134,7 +131,6 @@ def test_other_models_agree_with_torchs_tracker(model: Any, region: Any) -> None
     assert found.peak.size_bytes == pytest.approx(peak, rel=0.01)
 
 
-@pytest.mark.contract
 @each_policy
 def test_predicted_beside_measured(policy: Any) -> None:
     """The trace foretells what a region holds and its backward's working set, exactly."""
@@ -146,7 +142,6 @@ def test_predicted_beside_measured(policy: Any) -> None:
     assert region.predicted_working_set_bytes == region.working_set_bytes
 
 
-@pytest.mark.contract
 @each_policy
 def test_flops_agree_with_torchs_counter(policy: Any) -> None:
     """Forward and backward FLOPs are the counter's; what is again is the surplus."""
@@ -166,7 +161,6 @@ def test_flops_agree_with_torchs_counter(policy: Any) -> None:
     assert found.recompute_flops == flops["region"] - flops["plain"]
 
 
-@pytest.mark.contract
 def test_meta_tensors_give_bytes_and_no_times() -> None:
     """On the meta device the bytes are those of a real run."""
     loss = loss_of(remat(block))
@@ -239,7 +233,6 @@ def test_disabled_reports_the_plain_function() -> None:
     assert (found.held_bytes, found.regions) == (plain.held_bytes, ())
 
 
-@pytest.mark.contract
 @pytest.mark.parametrize("is_traced", [True, False])
 @pytest.mark.parametrize("decorate", [remat, lambda f: f], ids=["region", "plain"])
 def test_a_report_runs_one_step(decorate: Any, is_traced: bool) -> None:
@@ -266,7 +259,6 @@ def test_a_report_runs_one_step(decorate: Any, is_traced: bool) -> None:
     }
 
 
-@pytest.mark.contract
 def test_first_calls_of_kernels_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an operator does at its first call in a process is over before it is timed.
 

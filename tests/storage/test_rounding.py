@@ -13,8 +13,6 @@ from remat._regions.waiting import Waiting, wait
 from remat.storage import Place, Stored
 from tests.benchmarks.rounding import NONLINEAR, NUM_DRAWS, bias, draws
 
-pytestmark = pytest.mark.contract
-
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal numbers."""
