@@ -271,13 +271,14 @@ def pushforward(
             found = _chosen_outputs(
                 run(_at_this_level(operands, pushed, primals)), None
             )
-            return _chosen_outputs(found, moved), found
+            # One output at least, or torch raises: a backward may have no gradient to give.
+            return (*_chosen_outputs(found, moved), primals[0]), found
 
         primals = tuple(operands[index] for index in pushed)
         given = tuple(tensors[len(tensors) - len(pushed) :])
         with levels.shared_dual_level():
             found: Any = torch.func.jvp(of, primals, given, has_aux=True)
-        _, made, values = found
+        _, (*made, _), values = found
         return [*values, *made] if with_values else made
 
     return tangents

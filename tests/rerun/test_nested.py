@@ -47,6 +47,27 @@ def test_inside_a_traced_region_it_may_write_to_what_it_makes() -> None:
     assert_bitwise(found, grads(lambda x, y: own(x, y) + y, args))
 
 
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["of one size", "of all"])
+def test_gradients_that_nothing_reaches_are_pushed_forward(is_dynamic: bool) -> None:
+    """A backward inside that has no gradient to give returns nothing, which torch refuses."""
+    w, x = seeded(3, 3).requires_grad_(), seeded(2, 3, seed=1)
+
+    def of_second(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return y.cumsum(0), x * y
+
+    def pushed(inner: Any, wrap: Any) -> Any:
+        def outer(x: Tensor) -> Tensor:
+            none = grad(lambda z: inner(z, x)[0].square().sum())(x)
+            return (inner(x, none)[0] + x) @ w
+
+        loss = grad(lambda x: wrap(outer)(x).square().sum())
+        return torch.func.jvp(loss, (x,), (x.cos(),))
+
+    region: Any = remat(of_second, engine="rerun")
+    found = pushed(region, remat(dynamic_shapes=is_dynamic))
+    assert_close(found, pushed(of_second, lambda fun: fun))
+
+
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
 def test_a_gradient_is_linearized_beside_data() -> None:
     """`linearize` traces real tensors, whose numbers it does not tell."""
