@@ -160,12 +160,14 @@ def mapped_in_parts() -> TraceError:
 
 
 def analysis_for(
-    stages: Stages, asked: Asked, trace: Callable[[], tuple[Joint, ...]]
+    stages: Stages | None, asked: Asked, trace: Callable[[], tuple[Joint, ...]]
 ) -> tuple[Analysis, tuple[int, ...]]:
     """The joint graph for these cotangents, and where in it the saved values are.
 
     What is saved was settled by the forward, for cotangents laid out like outputs.
     """
+    if stages is None:
+        return analyze(trace()[0]), ()
     analysis, saved = stages.analysis, stages.cut.saved
     if asked.numerics.autocast == ():
         for joint in stages.joints:

@@ -175,10 +175,13 @@ class TracedRegion:
 
     @_once
     def forward(self, roots: Roots, save: bool) -> Forward:
-        """The forward; if `save`, its results include what the backward will read."""
+        """The forward; if `save`, its results include what the backward will read.
+
+        Where an operator has no derivative nothing is saved: as in torch, the backward raises.
+        """
         if self.given is not None:
             return self.given
-        stages = self.stages(roots) if save else None
+        stages = if_derivable(lambda: self.stages(roots)) if save else None
         if stages is None:
             joint, saved = dataclasses.replace(self._joints[0], states=()), ()
         else:
@@ -362,8 +365,10 @@ class TracedRegion:
         """The backward program, and the metadata of the generator states it takes."""
         if not (self.function.key or self.function.is_program):
             self.calls.note(asked.cotangents == self.stages(roots).joint.layout)
+        # Of what lacks a derivative, what has a cotangent may have one.
+        stages = if_derivable(lambda: self.stages(roots))
         analysis, saved = analysis_for(
-            self.stages(roots),
+            stages,
             asked,
             lambda: self.function.traced(
                 *(roots, self.operands, self.states),
@@ -372,7 +377,7 @@ class TracedRegion:
             ),
         )
         require_states(asked.num_states, analysis.joint)
-        storages = self.stages(roots).storages or (Keep(),) * len(saved)
+        storages = (stages and stages.storages) or (Keep(),) * len(saved)
         kept = Saved(analysis, saved, storages, self.verify)
         given = backward_forward(self.function, self.operands, kept, asked)
         return given, analysis.joint.state_metas

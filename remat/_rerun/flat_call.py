@@ -79,7 +79,7 @@ from remat._tracing.refusals import (
     uninitialized,
 )
 from remat._tracing.side_effects import require_all_returned, tell_of_marks
-from remat._tracing.thread import depth, lift, running_again
+from remat._tracing.thread import current, depth, lift, running_again
 
 
 def call(
@@ -457,11 +457,18 @@ class _Substituted(TorchFunctionMode):
         is_asked = func == GET_GRAD or func in SET_FOR_AUTOGRAD
         if self._is_left_alone(is_asked):
             return func(*args, **(kwargs or {}))
+        around = current()
+        if around is not None and around.is_aside(args):
+            return around.run_aside(func, args, kwargs or {})
         if is_asked or ASK_FOR_HISTORY.get(func) in ("is_leaf", "grad_fn"):
             require_tellable(func, args, kwargs or {}, self._is_operand)
         if func in RESHAPES:
             require_tellable(func, args, kwargs or {}, self._is_from_outside)
         args, kwargs = trees.map_tensors(self.operand_for, (args, kwargs or {}))
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Calls a torch function of the user's on what stands for its operands."""
         for each in kwargs.values():
             if isinstance(each, torch.Generator):
                 self._state.note_generator(each)

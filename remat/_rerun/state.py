@@ -234,7 +234,8 @@ class RunState:
         self, before: Iterator[int] | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Inside, a default generator may be set, and in a later run to what it was before."""
-        if not self.draws:
+        # A trace knows the states of trackers by stand-ins, and refuses all others.
+        if not self.draws or is_running():
             return contextlib.nullcontext()
 
         def note(kind: str, state: Tensor | None) -> None:
@@ -259,7 +260,11 @@ class RunState:
             _copy_back(self.found)
             randomness.put_back()
             try:
-                with drawing_from(self.host), self._settings_noted(iter(self.settings)):
+                with (
+                    drawing_from(self.host),
+                    generator_states.unwatched(),  # by a run around, in its backward
+                    self._settings_noted(iter(self.settings)),
+                ):
                     yield
             finally:
                 self.outside.put_back()

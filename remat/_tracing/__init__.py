@@ -9,6 +9,7 @@ backward, or an error. Reads `_graph`, `_generators`, `_captures`.
 - `arguments`: the arguments of a call: their names in messages, and that they stay as they
   are.
 - `importing`: a torch.fx graph as this package's values, cut where outputs are detached.
+- `draws`: which draws of a trace repeat earlier ones.
 - `in_place_operators`: writes in a torch.fx graph as pure operators, or on copies.
 - `arrays`: arrays of numpy that become tensors.
 - `aliases`: which of the returned tensors are outputs, and which are made from others.

@@ -24,6 +24,7 @@ from remat._graph.values import Ref, Value
 from remat._switches.numerics import Numerics
 from remat._torch import isolation, levels, sizes, taking_functions, tracer
 from remat._tracing import in_place_operators, naming, refusals, taken_functions
+from remat._tracing.draws import Draws
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -180,8 +181,7 @@ class Imported:
         self.mutations: dict[int, Ref] = {}  # by input, what is written to it
         self.states: list[Ref] = []  # of generators, before the forward's draws
         self.sources: dict[Ref, Ref] = {}  # by each copy, what has its elements
-        self.recorded: Ref | None = None
-        self.forced: Ref | None = None
+        self.draws = Draws()
         self.outputs: tuple[Ref | None, ...] = ()  # what the function returned
         in_place_operators.count_from_owners(module.graph)
         for node in module.graph.nodes:
@@ -340,15 +340,15 @@ class Imported:
             self.values[ref.index] = dataclasses.replace(value, names=names)
 
     def _set_state(self, node: fx.Node, args: tuple[Any, ...]) -> None:
-        if node.target is not device_states.SWAP:
-            self._add(node, node.target, args, {})
-            self.recorded = self.env[node]
+        if node.target is device_states.SWAP:
+            self.env[node] = self.draws.set_to(self.env[args[0]], args[1])
             return
-        # A redraw comes as swap in, draw, swap back: the first sets the state that the
-        # draw reads, the last ends it.
-        self.env[node] = None
-        is_end = self.env.get(args[0]) is None
-        self.forced = None if is_end else self.env[args[0]]
+        again = self.draws.state_again(args[0])
+        if again is not None:
+            self.env[node] = again
+            return
+        self._add(node, node.target, args, {})
+        self.draws.ask(args[0], self.env[node])
 
     def _with_statistics(self, node: fx.Node, args: tuple[Any, ...]) -> None:
         self._add(node, statistics.FUNCTIONAL_OF[node.target], args, {})
@@ -392,20 +392,24 @@ class Imported:
         self.env[node] = self._add_value(value)
 
     def _draw(self, value: Value, stream: str) -> Value:
-        if self.forced is not None:
-            return dataclasses.replace(value, state=self.forced, is_redraw=True)
-        if self.recorded is None:
-            device = device_of(value.meta)
+        device = device_of(value.meta)
+        again = self.draws.repeat(device)
+        if again is not None:
+            return dataclasses.replace(value, state=again, is_redraw=True)
+        source = device if stream in ("", streams.UNKNOWN) else stream
+        state = self.draws.unread(source)
+        if state is None or self.values[state.index].is_backward != value.is_backward:
             size = device_states.size_bytes(device)
-            state = Value(
-                op=streams.STATE if stream else device_states.STATE,
-                args=(stream or device,),
-                meta=TensorMeta((size,), (1,), torch.uint8, torch.device("cpu")),
-                is_backward=value.is_backward,
-                source=value.source,
+            state = self._add_value(
+                Value(
+                    op=device_states.STATE if source is device else streams.STATE,
+                    args=(source,),
+                    meta=TensorMeta((size,), (1,), torch.uint8, torch.device("cpu")),
+                    is_backward=value.is_backward,
+                    source=value.source,
+                )
             )
-            self.recorded = self._add_value(state)
-        state, self.recorded = self.recorded, None
+        self.draws.add(device, source, state)
         if not value.is_backward:
             self.states.append(state)
         return dataclasses.replace(value, state=state, stream=stream)

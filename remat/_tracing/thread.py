@@ -88,6 +88,8 @@ class Running:
 
     def is_aside(self, args: Any) -> bool:
         """Whether all tensors of a call are states that a tracker handles."""
+        if not trackers.registered:
+            return False
         tensors = trees.tensor_leaves(args)
         return bool(tensors) and all(
             not is_fake(each) and (id(each) in self.aside or streams.is_state(each))
@@ -307,7 +309,7 @@ class UserCalls(TorchFunctionMode):
 
     def _call_recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         running = self._running
-        if trackers.registered and running.is_aside(args):
+        if running.is_aside(args):
             return running.run_aside(func, args, kwargs)
         if torch.get_default_dtype() is not running.default_dtype:
             raise refusals.other_default_dtype(function_name(func) or "an operator")

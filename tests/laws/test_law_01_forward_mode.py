@@ -56,6 +56,22 @@ def test_forward_mode_over_an_operator_that_prints_its_arguments() -> None:
 
 
 @pytest.mark.contract
+@pytest.mark.parametrize("wrap", [lambda fun: fun, remat], ids=["plain", "region"])
+def test_only_a_backward_asks_for_the_derivative_of_a_tangent(wrap: Any) -> None:
+    """`glu` has tangents that torch cannot differentiate: its values can be."""
+    weight = seeded(4, 8).requires_grad_()
+    fun = wrap(lambda x: F.glu(x @ weight))
+    x = seeded(3, 4, seed=1)
+
+    value, tangent = torch.func.jvp(fun, (x,), (x,))
+
+    (found,) = torch.autograd.grad(value.sum(), weight, retain_graph=True)
+    assert_close(found, torch.autograd.grad(F.glu(x @ weight).sum(), weight)[0])
+    with pytest.raises(RuntimeError, match="glu_jvp is not implemented"):
+        tangent.sum().backward()
+
+
+@pytest.mark.contract
 def test_forward_mode_beside_a_gradient_that_is_zero() -> None:
     """A formula's zeros without memory are given memory when they leave."""
     x = seeded(3, 4)
