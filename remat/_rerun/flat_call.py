@@ -88,8 +88,8 @@ def call(
     """Calls `fun` as a region that runs again in its backward."""
     engines.require_no_engine(fun)
     reach = _Reached(fun, args, kwargs)
-    operands = reach.operands
-    wanted = tuple(map(levels.requires_grad_anywhere, operands))
+    lifted = [lift(each) for each in reach.operands]
+    wanted = tuple(map(levels.requires_grad_anywhere, lifted))
     if not any(wanted):
         found = fun(*args, **kwargs)
         require_nothing_hidden(found, (fun, args, dict(kwargs)))
@@ -98,7 +98,6 @@ def call(
     known = _captures.positions(reach.survey)
     flat = _FlatCall(fun, reach, wanted, draws=rng == "preserve")
     region = Rerun(flat, flat, wanted, flat.state)
-    lifted = [lift(each) for each in operands]
     try:
         returned = bind(Call(region, (fun,), flat.numerics), lifted)
     except NewOperandError:
@@ -161,7 +160,8 @@ class _Reached:
             if is_lazy(tensor):
                 raise uninitialized(str(self.survey.tensors[id(tensor)][0].label))
         self.beyond = [each for each in reached if id(each) not in others]
-        followed = filter(levels.is_followed, self.beyond)
+        with modes.unseen_by_traces():  # what stands for a tensor there tells less
+            followed = [*filter(levels.is_followed, self.beyond)]
         captured: list[Tensor] = []
         self._left_out: list[Tensor] = []  # what earlier calls have stored
         for each in followed:

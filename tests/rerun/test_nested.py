@@ -68,6 +68,21 @@ def test_gradients_that_nothing_reaches_are_pushed_forward(is_dynamic: bool) -> 
     assert_close(found, pushed(of_second, lambda fun: fun))
 
 
+def test_a_captured_parameter_inside_is_followed_under_every_level() -> None:
+    """In the trace of a derivative, what stands for the parameter needs no gradient."""
+    w, x = seeded(3, 3).requires_grad_(), seeded(2, 3, seed=1)
+
+    def fun(x: Tensor) -> Tensor:
+        return (x @ w).tanh()
+
+    def pushed(fun: Any) -> tuple[Tensor, Tensor]:
+        products = torch.func.jvp(grad(lambda x: fun(x).square().sum()), (x,), (x,))
+        return products[1], torch.autograd.grad(products[1].sum(), w)[0]
+
+    inner: Any = remat(fun, engine="rerun")
+    assert_close(pushed(remat(lambda x: inner(x))), pushed(fun))
+
+
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
 def test_a_gradient_is_linearized_beside_data() -> None:
     """`linearize` traces real tensors, whose numbers it does not tell."""
