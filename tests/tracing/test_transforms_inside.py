@@ -15,7 +15,7 @@ from torch._functorch import eager_transforms, vmap as batched
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 from remat import CapturedTensorError, TraceError, modules, remat
-from tests.support import assert_bitwise, assert_close, seeded
+from tests.support import assert_bitwise, assert_close, grads, seeded
 
 pytestmark = [
     pytest.mark.contract,
@@ -278,6 +278,20 @@ def test_plain_autograd_inside_is_differentiated_forward_over_reverse(
     """Where forward mode and vmap hide that an operand requires grad."""
     w, x = seeded(3, 2), seeded(4, 3, seed=1)
     assert_close(derive(remat(_stepped, engine=engine))(w, x), derive(_stepped)(w, x))
+
+
+@pytest.mark.parametrize("fun", [torch.square, lambda x: x**3, lambda x: 2**x])
+def test_hessians_of_powers_inside_are_differentiated(fun: Any) -> None:
+    """Tangents that are zeros are viewed there; of fake ones torch makes such views anew."""
+
+    def energy(x: Tensor) -> Tensor:
+        return fun(x.tanh()).sum()
+
+    def hessians(x: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.hessian(energy))(x)
+
+    x = seeded(2, 3)
+    assert_close(grads(remat(hessians), [x]), grads(hessians, [x]))
 
 
 def _wave(w: Tensor, x: Tensor) -> Tensor:
