@@ -156,7 +156,8 @@ class RunState:
 
         def grad(*given: Any, **how: bool) -> Sequence[Tensor | None]:
             last, self.last = self.last, None
-            with self._drawing_outside(starts):
+            # A checkpoint inside sets them for what it runs again there.
+            with generator_states.unwatched(), self._drawing_outside(starts):
                 if last is None:
                     return vars(torch.autograd)["grad"](*given, **how)
                 with last(RECORDED_BACKWARD if how["create_graph"] else BACKWARD):

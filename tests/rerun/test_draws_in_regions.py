@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, jvp
+from torch.utils.checkpoint import checkpoint
 
 from remat import random, remat
 from tests.random.trackers import GraphSafe, InPlace, Tracker, generator_state
@@ -107,3 +108,24 @@ def test_masks_of_second_derivatives_inside(name: str) -> None:
     with random.register_tracker(tracker):
         found = products(remat(inner, rng="preserve"))
         assert_close(found, products(fun))
+
+
+@pytest.mark.filterwarnings("ignore:.*runs the function again in its backward")
+@pytest.mark.parametrize("engine", ["rerun", "auto"])
+def test_torchs_checkpoint_inside_draws_again(engine: Any) -> None:
+    """It sets generators in its backward, which the function did not set."""
+    weight = seeded(4, 4).requires_grad_()
+
+    def layer(x: Tensor) -> Tensor:
+        return F.dropout(F.dropout(x @ weight, 0.5).sin(), 0.4)
+
+    def fun(x: Tensor) -> Any:
+        return checkpoint(layer, x, use_reentrant=False)
+
+    def gradient(fun: Any) -> Tensor:
+        torch.manual_seed(0)
+        return torch.autograd.grad(fun(seeded(3, 4, seed=1)).sum(), weight)[0]
+
+    region: Any = remat(fun, engine=engine, rng="preserve")
+    for _ in range(2):
+        assert_bitwise(gradient(region), gradient(layer))
