@@ -497,6 +497,12 @@ def of_torchs_own(error: Exception) -> TraceError | None:
     )
 
 
+LACKS_DERIVATIVE = (
+    "A region is traced with its backward. Detach what nobody differentiates, or use "
+    f"{_RERUN}."
+)
+
+
 def of_a_step(error: Exception, where: str) -> RematError | None:
     """The error for a step of a program that cannot be traced again, made by this line."""
     if came_through(error, _TAKE_FUNCTIONS):

@@ -311,6 +311,8 @@ def _refusal_of(run: _TraceRun, error: Exception) -> RematError | None:
         found = refusals.reshapes_in_place(running.reshapes)
     if found is None and refusals.is_of_a_stand_in(error):
         found = in_its_trace
+    if found is None and is_backward and autograd.has_no_formula(error):
+        error.add_note(refusals.LACKS_DERIVATIVE)
     return found
 
 

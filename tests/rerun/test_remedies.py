@@ -134,6 +134,26 @@ def test_an_operator_that_hides_no_gradient_is_traced(fun: Any) -> None:
     assert_bitwise(grads(remat(fun), [seeded(4)]), grads(fun, [seeded(4)]))
 
 
+def test_a_result_without_a_derivative_is_told_with_remedies() -> None:
+    """Plain torch raises in a backward from it alone, and a trace makes the backward at once."""
+
+    def fun(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin().sum(), torch.special.zeta(x.exp() + 1, x.exp())
+
+    x = seeded(4).requires_grad_()
+    with pytest.raises(NotImplementedError, match="'zeta' is not implemented") as told:
+        remat(fun)(x)
+    (note,) = told.value.__notes__
+    assert "Detach what nobody differentiates, or use engine=" in note
+
+    for remedied in (
+        remat(fun, engine="rerun"),
+        remat(lambda x: (fun(x)[0], fun(x.detach())[1])),
+    ):
+        found: Any = remedied(x)
+        assert_bitwise(torch.autograd.grad(found[0], x)[0], x.cos())
+
+
 class Masked(nn.Module):
     """Keeps a mask from its first call on."""
 
