@@ -319,10 +319,11 @@ def _lifting_apply(original: Any) -> Any:
     return classmethod(apply)
 
 
-#: What takes tensors past every mode, and what replaces it: `autograd.Function`s, levels of
-#: torch.func that differentiate, and those that map.
+#: What takes tensors past every mode, and what replaces it: `autograd.Function`s, functions of
+#: TorchScript, levels of torch.func that differentiate, and those that map.
 _ENTRANCES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (torch.autograd.Function, "apply", _lifting_apply),
+    (torch.jit.ScriptFunction, "__call__", _lifting_entrance),
     (eager_transforms, "_wrap_for_grad", _lifting_entrance),
     (vmap, "_add_batch_dim", _lifting_entrance),
 )
@@ -332,7 +333,7 @@ _open_blocks: list[contextlib.ExitStack] = []
 
 @contextlib.contextmanager
 def lifted_past_modes(lift: Callable[[Tensor], Tensor]) -> Generator[Lifting]:
-    """Lifts what this thread gives to `autograd.Function`s, and to levels of torch.func.
+    """Lifts what this thread gives to `autograd.Function`s, TorchScript and levels of torch.func.
 
     No mode sees it there. Obsolete when these are torch functions.
     """

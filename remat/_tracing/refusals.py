@@ -137,8 +137,7 @@ def out_of_sight(where: str) -> CapturedTensorError:
         where=where,
         what="is used by TorchScript, whose operators a trace cannot see.",
         why="Its gradient would be lost.",
-        do="Use the function or module from before torch.jit.script, or pass the "
-        "tensor as an argument.",
+        do="Use the module from before torch.jit.script.",
     )
 
 
