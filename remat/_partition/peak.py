@@ -59,7 +59,8 @@ def peaks_of(
     forward, _ = forward_graph(joint, found.saved)
     backward = backward_graph(joint, found, found.saved, joint.gradients)
     unique, *_ = unique_outputs(backward, len(found.saved))
-    handed_out = {ref.index for ref in joint.outputs}
+    owners = roots(joint.graph)  # whoever holds a view holds all of its storage
+    handed_out = {owners[ref.index] for ref in joint.outputs}
     freed = {
         place: bytes_of(joint.graph, [index])
         for place, index in enumerate(found.saved)

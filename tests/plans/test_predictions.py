@@ -108,6 +108,21 @@ def test_an_output_that_waits_is_told() -> None:
     )
 
 
+def test_a_returned_view_holds_all_of_its_memory() -> None:
+    """Whoever has a column of a result has the memory of all its columns."""
+    w = seeded(8, 8).requires_grad_()
+    args = (seeded(64, 8, seed=1), w)
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).sin()[:, -1]
+
+    found = plan(f, budget=0)(*args)
+    _, peak, *_ = measured(region_of(f, policy=found.policy), args, [w])
+
+    assert found.peaks.returned == 64 * 8 * 8
+    assert abs(found.predicted_peak_bytes - peak) <= 0.01 * peak
+
+
 @pytest.mark.parametrize("part", [0.5, 0.8, 1.0])
 def test_a_view_keeps_what_is_saved(part: float) -> None:
     """A saved value ends with the last step that reads one of its views."""
