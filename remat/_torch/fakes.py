@@ -176,7 +176,7 @@ class _FakeMode(FakeTensorMode):
             kwargs = kwargs | {"device": self._home}
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return self._grouped_product(*args, **kwargs)
-        with no_dual_level(), self._in_python(), self._as_remembered(args):
+        with no_dual_level(), self._in_python(), self._as_remembered(func, args):
             found: Any = super().__torch_dispatch__(func, types, args, kwargs)
             found = self._as_of_floats(func, args, kwargs, found)
             if self._home.type == "cpu":
@@ -186,15 +186,18 @@ class _FakeMode(FakeTensorMode):
             self.made.extend(map(weakref.ref, tensor_leaves(found)))
         return found
 
-    def _as_remembered(self, args: Any) -> contextlib.AbstractContextManager[Any]:
+    def _as_remembered(
+        self, func: Any, args: Any
+    ) -> contextlib.AbstractContextManager[Any]:
         """Where torch may take the result from its memory of earlier calls.
 
         Of a view of zeros without memory, as forward mode has them, it remembers a tensor that is
-        none; so a trace would have other steps than one before. Obsolete when the memory tells
-        these apart.
+        none; so a trace would have other steps than one before. Of the tangent of a view it does
+        not remember how much memory that had, and asserts later that it is the primal's. Obsolete
+        when the memory tells these apart.
         """
         is_zero = args and isinstance(args[0], Tensor) and args[0]._is_zerotensor()
-        if not is_zero:
+        if not is_zero and func is not aten._new_zeros_with_same_feature_meta.default:
             return contextlib.nullcontext()
         return fake_tensor.disable_fake_tensor_cache(self)
 

@@ -277,7 +277,9 @@ def is_followed(tensor: Tensor) -> bool:
         return True
     if not dual_level_is_active():
         return False
-    with _disable_current_modes():  # a trace around has no fake for a tensor from outside
+    with (
+        _disable_current_modes()
+    ):  # a trace around has no fake for a tensor from outside
         return dual_levels.unpack_dual(tensor).tangent is not None
 
 

@@ -24,7 +24,7 @@ from remat._torch import dropout, levels
 from remat._torch.attributes import attributes_as
 from remat._torch.dynamo import dynamo_as_before, whole_graphs_in_parts
 from remat._torch.modes import DispatchMode, is_watched
-from remat._torch.trees import map_tensors, tensor_leaves
+from remat._torch.trees import tensor_leaves
 
 _torch: Any = torch
 MULTI_HEAD: Any = torch.nn.functional.multi_head_attention_forward
@@ -226,31 +226,25 @@ class ShapesAside(DispatchMode):
             return args[0].device
         tensors = tensor_leaves(args)
         # Torch's own, and not fake ones.
-        bare = [each for each in tensors if type(each) is Tensor and each.is_meta]
-        if any(map(_is_bare_zeros, bare)):
-            args = map_tensors(_zeros_again, args)
-        elif tensors and len(bare) == len(tensors):
+        if tensors and all(type(each) is Tensor and each.is_meta for each in tensors):
             with _disable_current_modes():
                 return op(*args, **kwargs)
         return op(*args, **kwargs)
 
 
-def _is_bare_zeros(tensor: Tensor) -> bool:
-    """Whether a tensor on "meta" is a view of fake zeros without memory: it is no fake any more.
+@contextlib.contextmanager
+def zeros_viewed() -> Generator[None]:
+    """Inside, views of fake zeros without memory are fake, too.
 
-    It has the kernels of the device that the zeros are on. Obsolete when such a view is fake.
+    For such zeros torch has kernels of these operators by themselves, ahead of those of fake
+    tensors: what they return is no subclass any more, and lies on "meta". Below, they have the
+    same kernels. Obsolete when torch lets these fall through, as it does other views.
     """
-    keys = _torch._C._dispatch_keys(tensor)
-    return tensor._is_zerotensor() and not keys.has(_torch._C.DispatchKey.Meta)
-
-
-def _zeros_again(tensor: Tensor) -> Tensor:
-    """Fake zeros in the place of those that are no fake any more."""
-    if not (type(tensor) is Tensor and tensor.is_meta and _is_bare_zeros(tensor)):
-        return tensor
-    is_on_cpu = _torch._C._dispatch_keys(tensor).has(_torch._C.DispatchKey.CPU)
-    device = "cpu" if is_on_cpu else torch.accelerator.current_accelerator()
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name in ("view", "as_strided", "_reshape_alias"):
+            through = torch.library.fallthrough_kernel
+            library.impl(name, through, "ZeroTensor", allow_override=True)
+        yield
 
 
 def proxy_is_active() -> bool:

@@ -114,6 +114,7 @@ def trace(request: Request) -> Traced:
         tracer.own_parametrizations(),
         tracer.parameters_seen(),
         tracer.arrays_seen(),
+        tracer.zeros_viewed(),
         untracked(),
         converting_by(converter),
         running.mode,

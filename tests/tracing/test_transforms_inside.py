@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap as batched
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
-from remat import CapturedTensorError, TraceError, modules, remat
+from remat import CapturedTensorError, modules, policies, remat
 from tests.support import assert_bitwise, assert_close, grads, seeded
 
 pytestmark = [
@@ -280,18 +280,64 @@ def test_plain_autograd_inside_is_differentiated_forward_over_reverse(
     assert_close(derive(remat(_stepped, engine=engine))(w, x), derive(_stepped)(w, x))
 
 
-@pytest.mark.parametrize("fun", [torch.square, lambda x: x**3, lambda x: 2**x])
-def test_hessians_of_powers_inside_are_differentiated(fun: Any) -> None:
-    """Tangents that are zeros are viewed there; of fake ones torch makes such views anew."""
+POWERS = {
+    "square": torch.square,
+    "cube": lambda x: x**3,
+    "product": lambda x: x * x * x,
+    "of two": lambda x: 2**x,
+}
+policy_of = pytest.mark.parametrize(
+    "policy", [policies.nothing_saveable, policies.everything_saveable], ids=repr
+)
 
-    def energy(x: Tensor) -> Tensor:
-        return fun(x.tanh()).sum()
+
+@pytest.mark.parametrize("fun", POWERS.values(), ids=POWERS)
+@pytest.mark.parametrize("is_gradient", [False, True], ids=["alone", "a gradient"])
+def test_hessians_of_powers_inside_are_differentiated(
+    fun: Any, is_gradient: bool
+) -> None:
+    """Tangents that are zeros are viewed there: torch's own views of fake ones are not fake."""
 
     def hessians(x: Tensor) -> Tensor:
-        return torch.func.vmap(torch.func.hessian(energy))(x)
+        return torch.func.vmap(torch.func.hessian(lambda x: fun(x).sum()))(x)
 
+    def gradient(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: hessians(x).sin().sum())(x)
+
+    outer, x = gradient if is_gradient else hessians, seeded(2, 3)
+    assert_close(grads(remat(outer), [x]), grads(outer, [x]))
+
+
+@policy_of
+@pytest.mark.parametrize("fun", POWERS.values(), ids=POWERS)
+def test_gradients_of_hessians_of_regions(fun: Any, policy: Any) -> None:
+    """Those of the programs of one region, in the same way."""
     x = seeded(2, 3)
-    assert_close(grads(remat(hessians), [x]), grads(hessians, [x]))
+
+    def gradient(fun: Any) -> Tensor:
+        hessians = torch.func.vmap(torch.func.hessian(fun))
+        return torch.func.grad(lambda x: hessians(x).sin().sum())(x)
+
+    def energy(x: Tensor) -> Tensor:
+        return fun(x).sum()
+
+    assert_close(gradient(remat(energy, policy=policy)), gradient(energy))
+
+
+def test_no_trace_before_shows_in_the_tangent_of_a_view() -> None:
+    """torch remembers the shape of such a tangent, and not how much memory it had."""
+    w = seeded(2, 2, seed=1)
+
+    def slopes(fun: Any) -> Any:
+        def outer(x: Tensor) -> Tensor:
+            tangent = torch.ones(2, dtype=x.dtype)
+            return torch.func.jvp(fun, (x[0],), (tangent,))[1] * x.sum()
+
+        return outer
+
+    for fun in (lambda x: (x @ w).tanh().sum(), lambda x: (x @ w).sum()):
+        plain, x = slopes(fun), seeded(3, 2)
+        assert_close(grads(remat(plain), [x]), grads(plain, [x]))
 
 
 def _wave(w: Tensor, x: Tensor) -> Tensor:
@@ -331,8 +377,9 @@ def test_a_forward_over_reverse_inside_is_differentiated_in_both_modes() -> None
     assert_close(pushed(remat(_laplacian)), pushed(_laplacian))
 
 
-def test_the_gradient_of_such_a_product_inside_is_refused_or_runs_again() -> None:
-    """torch's own backward gives tensors with data to those without."""
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_gradient_of_such_a_product_inside(engine: Any) -> None:
+    """A gradient of a forward over a reverse over another such."""
     w, xs = seeded(3, 4), seeded(5, 3, seed=1)
 
     def product(w: Tensor) -> Tensor:
@@ -341,14 +388,13 @@ def test_the_gradient_of_such_a_product_inside_is_refused_or_runs_again() -> Non
 
         return torch.func.jvp(torch.func.grad(loss), (w,), (w,))[1].sum()
 
-    with pytest.raises(TraceError, match=r'torch fails in it: .*engine="rerun"'):
-        torch.func.grad(remat(product))(w)
-    found = torch.func.grad(remat(product, engine="rerun"))(w)
+    found = torch.func.grad(remat(product, engine=engine))(w)
     assert_close(found, torch.func.grad(product)(w))
 
 
-def test_where_torch_fails_in_a_derivative_a_run_again_is_advised() -> None:
-    """Which is right."""
+@pytest.mark.parametrize("engine", ENGINES)
+def test_second_derivatives_of_a_loss_of_laplacians(engine: Any) -> None:
+    """By the parameters of what the Laplacians are taken of."""
     w, xs = seeded(3, 2), seeded(5, 2, seed=1)
 
     def laplacian(w: Tensor) -> Tensor:
@@ -361,16 +407,18 @@ def test_where_torch_fails_in_a_derivative_a_run_again_is_advised() -> None:
     def second(f: Any) -> Any:
         return torch.func.jacrev(torch.func.jacrev(f))(w)
 
-    with pytest.raises(TraceError, match=r'torch fails in it: .*engine="rerun"'):
-        second(remat(laplacian))
-    assert_close(second(remat(laplacian, engine="rerun")), second(laplacian))
+    assert_close(second(remat(laplacian, engine=engine)), second(laplacian))
+
+
+def test_a_hessian_of_products_inside() -> None:
+    """Whose tangents are views of zeros."""
+    w, xs = seeded(3, 2), seeded(5, 2, seed=1)
 
     def products(w: Tensor) -> Tensor:
         slope = torch.func.grad(lambda x: torch.tanh(w @ x).sum())
         push = torch.vmap(lambda x: torch.func.jvp(slope, (x,), (x,))[1].sum())
         return push(xs).sum()
 
-    # torch's memory of that trace would fail this one.
     assert_close(
         torch.func.hessian(remat(products))(w), torch.func.hessian(products)(w)
     )
