@@ -119,7 +119,7 @@ def is_of_a_change(error: RuntimeError) -> bool:
     return "modified by an inplace operation" in str(error)
 
 
-def has_no_formula(error: RuntimeError) -> bool:
+def has_no_formula(error: Exception) -> bool:
     """Whether autograd raised for a derivative that is missing, or lost by a write in place."""
     told = (
         "derivative for ",

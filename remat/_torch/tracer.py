@@ -240,9 +240,9 @@ def zeros_viewed() -> Generator[None]:
     tensors: what they return is no subclass any more, and lies on "meta". Below, they have the
     same kernels. Obsolete when torch lets these fall through, as it does other views.
     """
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    through: Any = torch.library.fallthrough_kernel
+    with _torch.library._scoped_library("aten", "IMPL") as library:
         for name in ("view", "as_strided", "_reshape_alias"):
-            through = torch.library.fallthrough_kernel
             library.impl(name, through, "ZeroTensor", allow_override=True)
         yield
 

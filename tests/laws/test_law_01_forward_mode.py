@@ -63,7 +63,8 @@ def test_only_a_backward_asks_for_the_derivative_of_a_tangent(wrap: Any) -> None
     fun = wrap(lambda x: F.glu(x @ weight))
     x = seeded(3, 4, seed=1)
 
-    value, tangent = torch.func.jvp(fun, (x,), (x,))
+    found: Any = torch.func.jvp(fun, (x,), (x,))
+    value, tangent = found
 
     (found,) = torch.autograd.grad(value.sum(), weight, retain_graph=True)
     assert_close(found, torch.autograd.grad(F.glu(x @ weight).sum(), weight)[0])
