@@ -42,6 +42,7 @@ from remat._rerun.state import (
     RUN,
     NewOperandError,
     RunState,
+    writing_once,
 )
 from remat._switches.numerics import Numerics
 from remat._torch import (
@@ -79,7 +80,7 @@ from remat._tracing.refusals import (
     uninitialized,
 )
 from remat._tracing.side_effects import require_all_returned, tell_of_marks
-from remat._tracing.thread import current, depth, lift, running_again
+from remat._tracing.thread import current, depth, lift, lift_into_trace, running_again
 
 
 def call(
@@ -254,13 +255,7 @@ class _FlatCall:
         is_again = self.state.before is not None
         self.state.made.clear()
         with self._prepared(stand_ins, is_again):
-            if is_again:
-                if self.reach.captures:
-                    self.state.last = functools.partial(self._substituted, stand_ins)
-                self.constants.require_unchanged(self.state.found)
-                result = call_once_more(self.fun, passed.args, passed.kwargs)
-            else:
-                result = self.fun(*passed.args, **passed.kwargs)
+            result = self._run(passed, stand_ins, is_again)
             passed.require_unchanged(self.fun)
             if not is_again:
                 self.constants.require_no_operands()
@@ -294,6 +289,17 @@ class _FlatCall:
                 self.state.used.clear()
                 self._note_changed(tensors, found)
             return [*found, *(tensors[place] for place in self.changed)]
+
+    def _run(
+        self, passed: Given, stand_ins: dict[int, Tensor], is_again: bool
+    ) -> object:
+        if not is_again:
+            with writing_once():
+                return self.fun(*passed.args, **passed.kwargs)
+        if self.reach.captures:
+            self.state.last = functools.partial(self._substituted, stand_ins)
+        self.constants.require_unchanged(self.state.found)
+        return call_once_more(self.fun, passed.args, passed.kwargs)
 
     def _marks(self, tensors: Sequence[Tensor], returned: list[Tensor]) -> set[str]:
         """The attributes that a run has set on stand-ins, and on what it has made."""
@@ -517,7 +523,8 @@ class _Substituted(TorchFunctionMode):
                     f"a tensor {TensorMeta.of(tensor)} of a torch.func transform",
                     f"Its {lost} would be lost.",
                 )
-        return tensor if known is None else known
+        # In a trace around no mode but this one hears what runs in a backward.
+        return lift_into_trace(tensor) if known is None else known
 
 
 def _written_tensors(

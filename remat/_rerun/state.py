@@ -27,7 +27,8 @@ from remat._torch import (
     tensors,
     tracer,
 )
-from remat._tracing.refused_writes import gains_gradient
+from remat._tracing.in_place_operators import written_inputs
+from remat._tracing.refused_writes import changes_twice, gains_gradient
 from remat._tracing.thread import is_running
 from remat._user_lines import user_line
 from remat.policies._by_op import function_name
@@ -188,8 +189,9 @@ class RunState:
         start = dataclasses.replace(taken, explicit=self.explicit)
         host = states()
         # A graph that is made meanwhile has no use for these looks, and no numbers for them.
+        buffers = () if is_running() else self.buffers
         with tracer.unrecorded():
-            self.kept = [(each, each.clone()) for each in self.buffers]
+            self.kept = [(each, each.clone()) for each in buffers]
         had = {id(each) for each in self.buffers if each.requires_grad}
         self.start = start
         try:
@@ -271,6 +273,17 @@ class RunState:
                 self.outside.put_back()
                 self.outside = None
                 _copy_back(now)
+
+
+@contextlib.contextmanager
+def writing_once() -> Generator[None]:
+    """Refuses a first run that writes to an input of the trace it is in: that would do so twice."""
+    graph = tracer.active_graph() if is_running() and tracer.proxy_is_active() else None
+    before = 0 if graph is None else len(graph.nodes)
+    yield
+    for node in () if graph is None else written_inputs(graph, before):
+        note = node.meta.get("remat")
+        raise changes_twice("" if note is None else note.source)
 
 
 def _sets_another(kind: str) -> RecomputationError:

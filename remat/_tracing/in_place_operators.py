@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from remat._graph import operators
+from remat._graph import operators, statistics
 from remat._graph.meta import TensorMeta
 from remat._torch import levels, schemas, sizes, tracer
 from remat._torch.schemas import told_apart_by
@@ -256,6 +256,16 @@ def written(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg([given.get(each.name) for each in _written_arguments(op)], found.append)
     return found
+
+
+def written_inputs(graph: fx.Graph, num_before: int) -> Iterator[fx.Node]:
+    """The nodes after the first ones that write to an input of the graph, statistics included."""
+    for node in itertools.islice(reversed(graph.nodes), len(graph.nodes) - num_before):
+        given = written(node)
+        if statistics.writes(node.target, node.args):
+            given += [node.args[place] for place in statistics.PLACES]
+        if any(_owner(each).op == "placeholder" for each in given):
+            yield node
 
 
 def lay_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:

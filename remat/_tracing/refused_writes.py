@@ -40,3 +40,12 @@ def gains_gradient(where: str) -> MutationError:
         do="Return the new value, write under torch.no_grad() or from x.detach(), "
         "or pass the tensor as an argument.",
     )
+
+
+def changes_twice(line: str) -> MutationError:
+    return MutationError.of(
+        where=line or "a function that runs again in a traced region",
+        what="changes a buffer, or an argument of the region around.",
+        why="The trace of that region would have the change in its backward once more.",
+        do='Pass engine="rerun" to the region around, too, or engine="trace" to the one inside.',
+    )

@@ -183,6 +183,11 @@ def lift(tensor: Tensor) -> Tensor:
     """
     for stand_in in reversed(_thread.again):
         tensor = stand_in(tensor)
+    return lift_into_trace(tensor)
+
+
+def lift_into_trace(tensor: Tensor) -> Tensor:
+    """What stands for a tensor in the trace of this thread alone, itself without one."""
     running = _thread.running
     if running is None:
         return tensor

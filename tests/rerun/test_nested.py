@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad
 
-from remat import TraceError, remat, scan
+from remat import MutationError, TraceError, remat, scan
 from tests.rerun.functions import TRANSFORMS, branches, traceable
 from tests.support import assert_bitwise, assert_close, grads, in_turn, seeded, swept
 
@@ -81,6 +81,37 @@ def test_a_captured_parameter_inside_is_followed_under_every_level() -> None:
 
     inner: Any = remat(fun, engine="rerun")
     assert_close(pushed(remat(lambda x: inner(x))), pushed(fun))
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["of one size", "of all"])
+def test_constants_inside_are_those_of_the_trace_around(is_dynamic: bool) -> None:
+    """Captured tensors without a gradient, and buffers that are read."""
+    mask, norm = seeded(3, seed=1).sign(), nn.BatchNorm1d(3).double().eval()
+
+    def fun(x: Tensor) -> Tensor:
+        return norm(x).sin() * mask
+
+    inner: Any = remat(fun, engine="rerun")
+    region = remat(lambda x: inner(inner(x)) + x, dynamic_shapes=is_dynamic)
+    for size in (4, 4, 5):
+        args = [seeded(size, 3)]
+        assert_bitwise(grads(region, args), grads(lambda x: fun(fun(x)) + x, args))
+
+
+@pytest.mark.filterwarnings("ignore:.*runs the function again in its backward")
+def test_buffers_that_change_inside_are_refused_or_run_again() -> None:
+    """The trace around would have the change in its backward, too."""
+    norm, plain = (nn.BatchNorm1d(3).double() for _ in range(2))
+    inner: Any = remat(norm, engine="rerun")
+
+    with pytest.raises(MutationError, match='Pass engine="rerun" to the region around'):
+        grads(remat(lambda x: inner(x).sin()), [seeded(4, 3)])
+
+    around: Any = remat(lambda x: inner(x).sin(), engine="auto")
+    for _ in range(2):
+        found = grads(around, [seeded(4, 3)])
+        assert_bitwise(found, grads(lambda x: plain(x).sin(), [seeded(4, 3)]))
+    assert_bitwise([*norm.buffers()], [*plain.buffers()])
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
