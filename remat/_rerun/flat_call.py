@@ -231,6 +231,8 @@ class _FlatCall:
         self.own: dict[int, int] = {}
         # The places of results that share the memory of another one.
         self.shared: dict[int, _SharedResult] = {}
+        # By the ids of captured tensors, what stood for them in the first run, in a trace.
+        self.lifted: dict[int, Tensor] = {}
         followed = [*reach.operands, *reach.managed]
         with modes.unseen_by_traces():
             # What must still have its numbers when it runs again.
@@ -298,7 +300,8 @@ class _FlatCall:
                 return self.fun(*passed.args, **passed.kwargs)
         if self.reach.captures:
             self.state.last = functools.partial(self._substituted, stand_ins)
-        self.constants.require_unchanged(self.state.found)
+        with modes.unseen_by_traces():  # nothing stands for a tensor that is looked at
+            self.constants.require_unchanged(self.state.found)
         return call_once_more(self.fun, passed.args, passed.kwargs)
 
     def _marks(self, tensors: Sequence[Tensor], returned: list[Tensor]) -> set[str]:
@@ -439,6 +442,7 @@ class _Substituted(TorchFunctionMode):
     ) -> None:
         self._where = where
         self._constants, self._state = call.constants, call.state
+        self._lifted = call.lifted
         self._is_pure = not call.reach.captures
         self._stand_ins = stand_ins
         self._depth = depth()
@@ -523,8 +527,20 @@ class _Substituted(TorchFunctionMode):
                     f"a tensor {TensorMeta.of(tensor)} of a torch.func transform",
                     f"Its {lost} would be lost.",
                 )
-        # In a trace around no mode but this one hears what runs in a backward.
-        return lift_into_trace(tensor) if known is None else known
+        return self._lift(tensor) if known is None else known
+
+    def _lift(self, tensor: Tensor) -> Tensor:
+        """What stands for a tensor in a trace around, as in the first run.
+
+        No mode but this one hears what runs there in a backward, where only the first run knows
+        what stands for what the trace of a derivative captures.
+        """
+        found = self._lifted.get(id(tensor))
+        if found is None:
+            found = lift_into_trace(tensor)
+            if found is not tensor:
+                self._lifted[id(tensor)] = levels.unwrapped(found)
+        return found
 
 
 def _written_tensors(

@@ -98,6 +98,25 @@ def test_constants_inside_are_those_of_the_trace_around(is_dynamic: bool) -> Non
         assert_bitwise(grads(region, args), grads(lambda x: fun(fun(x)) + x, args))
 
 
+@pytest.mark.parametrize(
+    "derive", [grad, torch.func.jacfwd], ids=["reverse", "forward"]
+)
+def test_constants_inside_under_two_levels(derive: Any) -> None:
+    """A trace of a derivative knows what stands for them while the function first runs."""
+    w, mask = seeded(3, 3).requires_grad_(), seeded(3, seed=1).sign()
+
+    def fun(x: Tensor) -> Tensor:
+        return ((x @ w).tanh() * mask).sum()
+
+    inner: Any = remat(fun, engine="rerun")
+    region, x = remat(lambda x: inner(x.sin()) * x.sum()), seeded(3, seed=2)
+
+    def second(fun: Any) -> Tensor:
+        return torch.func.jacfwd(derive(fun))(x)
+
+    assert_close(second(region), second(lambda x: fun(x.sin()) * x.sum()))
+
+
 @pytest.mark.filterwarnings("ignore:.*runs the function again in its backward")
 def test_buffers_that_change_inside_are_refused_or_run_again() -> None:
     """The trace around would have the change in its backward, too."""
