@@ -18,13 +18,11 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from remat._torch import dropout, levels
 from remat._torch.attributes import attributes_as
 from remat._torch.dynamo import dynamo_as_before, whole_graphs_in_parts
 from remat._torch.modes import DispatchMode, is_watched
-from remat._torch.trees import tensor_leaves
 
 _torch: Any = torch
 MULTI_HEAD: Any = torch.nn.functional.multi_head_attention_forward
@@ -127,7 +125,7 @@ def make_fx(
     """
 
     def run(*inputs: Tensor) -> Any:
-        with ShapesAside(), proxy_tensor.maybe_enable_thunkify():
+        with Uncompiled(), proxy_tensor.maybe_enable_thunkify():
             return function(*inputs)
 
     load_tracer()
@@ -212,23 +210,12 @@ def value_of(tensor: Tensor) -> Tensor:
     return _torch._from_functional_tensor(tensor)
 
 
-class ShapesAside(DispatchMode):
-    """Hides from a trace the operators that torch runs on "meta" to find out shapes.
-
-    Forward mode's kernels for zeros without memory (`mul_zerotensor`, `add_zerotensor`) do so if
-    an operand has no tangent. All modes see these operators, and fake modes refuse their tensors.
-    Functions that an operator takes run below the trace's own mode, and need another. Obsolete
-    when torch can trace a jvp over layer_norm with a constant weight.
-    """
+class Uncompiled(DispatchMode):
+    """Runs operators as they are: Dynamo compiles no function under a mode that is not torch's own."""
 
     def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
         if op is _DEVICE:  # a fake tensor's; autograd asks for it often
             return args[0].device
-        tensors = tensor_leaves(args)
-        # Torch's own, and not fake ones.
-        if tensors and all(type(each) is Tensor and each.is_meta for each in tensors):
-            with _disable_current_modes():
-                return op(*args, **kwargs)
         return op(*args, **kwargs)
 
 

@@ -65,8 +65,7 @@ class _TakenFunction:
                 return own.get(id(tensor), tensor)
             return self.stand_in(tensor)
 
-        # Nor does Dynamo compile what runs under a mode of ours.
-        with tracer.ShapesAside(), self.within.calls(stand_in):
+        with tracer.Uncompiled(), self.within.calls(stand_in):
             found = self.function(*given[: len(given) - len(self.captured)])
         if not self.returns_results:
             return found
