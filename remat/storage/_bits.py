@@ -16,7 +16,9 @@ def pack(numbers: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return numbers
     per_byte = 8 // bits
-    rows = F.pad(numbers, (0, -numbers.numel() % per_byte)).view(-1, per_byte)
+    missing = -numbers.numel() % per_byte
+    filled = F.pad(numbers, (0, missing)) if missing else numbers  # else a copy, too
+    rows = filled.view(-1, per_byte)
     packed = rows[:, 0].clone()
     for place in range(1, per_byte):
         packed |= rows[:, place] << bits * place

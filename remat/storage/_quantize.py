@@ -26,6 +26,8 @@ from remat.storage._contract import AbstractStorage, rehearsed
 from remat.storage._stored import FIRST, Held, Place, Stored
 
 _BITS = (8, 4, 2)
+# In how many parts at most a value is quantized, and of how many numbers at least.
+_MOST_PARTS, _LEAST_NUMBERS = 16, 2**16
 
 
 @final
@@ -93,22 +95,23 @@ class Quantize(AbstractStorage):
 
     def _in_groups(self, examples: Tensor, index: int) -> Stored:
         """The packed numbers, the steps and the minima of the groups of each row."""
-        kept, levels = _scale_dtype(examples), 2**self.bits - 1
-        wide = torch.float64 if kept is torch.float64 else torch.float32
-        # Of quarters, the ranges of groups and what is computed from them are finite.
-        rows = self._rows(examples.to(wide) * 0.25)
-        low, high = rows.aminmax(dim=1, keepdim=True)
-        low = _rounded_down(low, kept)
-        step = -_rounded_down(-(high.double() - low.double()) / levels, kept)
-        places = (rows.double() - low.double()).div_(step.double())
-        places = torch.where(step > 0, places, 0.0)
-        if self.key is None:
-            places = places.round_()
-        else:
-            key = fold_in(_key_of(self.key, places.device), index)
-            draws = uniform(key, places.shape, dtype=places.dtype)
-            places = places.add_(draws).floor_()
-        numbers = places.clamp_(0, levels).nan_to_num_().to(torch.uint8)
+        kept, wide = _scale_dtype(examples), _wide_dtype(examples)
+        rows, draws = self._rows(examples), None
+        if self.key is not None:
+            key = fold_in(_key_of(self.key, rows.device), index)
+            draws = uniform(key, rows.shape, dtype=torch.float64)
+        numbers = torch.empty_like(rows, dtype=torch.uint8)
+        scales: list[tuple[Tensor, Tensor]] = []
+        # In float64, of a few groups at a time: of all of them it would be several times the value.
+        most = max(-(-len(rows) // _MOST_PARTS), -(-_LEAST_NUMBERS // self.group_size))
+        for first in range(0, len(rows), most):
+            part = slice(first, first + most)
+            # Of quarters, the ranges of groups and what is computed from them are finite.
+            quarters = rows[part].to(wide) * 0.25
+            scales.append(self._scales(quarters, kept))
+            drawn = None if draws is None else draws[part]
+            numbers[part] = self._levels(quarters, *scales[-1], drawn)
+        step, low = (torch.cat(each) for each in zip(*scales, strict=True))
         (count, size), dtype = examples.shape, examples.dtype
         packed = pack(numbers.view(count, -1)[:, :size].reshape(-1), self.bits)
         if packed.untyped_storage().nbytes() > packed.nbytes:
@@ -125,6 +128,22 @@ class Quantize(AbstractStorage):
             return decoded.view(count, -1)[:, :size].to(dtype).contiguous()
 
         return Stored((packed, step, low), decode)
+
+    def _scales(self, quarters: Tensor, kept: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The steps and the minima of groups, from a quarter of their numbers."""
+        low, high = quarters.aminmax(dim=1, keepdim=True)
+        low = _rounded_down(low, kept)
+        steps = 2**self.bits - 1
+        return -_rounded_down(-(high.double() - low.double()) / steps, kept), low
+
+    def _levels(
+        self, quarters: Tensor, step: Tensor, low: Tensor, draws: Tensor | None
+    ) -> Tensor:
+        """The numbers of the levels, rounded to the nearest, or at random by draws."""
+        places = (quarters.double() - low.double()).div_(step.double())
+        places = torch.where(step > 0, places, 0.0)
+        places = places.round_() if draws is None else places.add_(draws).floor_()
+        return places.clamp_(0, 2**self.bits - 1).nan_to_num_()
 
     def _rows(self, examples: Tensor) -> Tensor:
         """Groups as rows; the last of an example is padded with its last number."""
@@ -208,6 +227,11 @@ def _key_of(numbers: Tensor | tuple[int, ...], device: torch.device) -> Tensor:
     """A key of such numbers, made on a device that nothing waits for."""
     words = [torch.full((), as_int64(int(each)), device=device) for each in numbers]
     return torch.stack(words).view(torch.uint64)
+
+
+def _wide_dtype(value: Tensor) -> torch.dtype:
+    """The dtype in which a value is computed with."""
+    return torch.float64 if value.dtype is torch.float64 else torch.float32
 
 
 def _scale_dtype(value: Tensor) -> torch.dtype:

@@ -10,6 +10,7 @@ from torch import Tensor
 from remat import checkpoint_name, policies, random, remat, storage
 from remat._graph.meta import TensorMeta
 from remat._regions.waiting import Waiting, wait
+from remat.reporting import LiveBytes
 from remat.storage import Place, Stored
 from tests.benchmarks.rounding import NONLINEAR, NUM_DRAWS, bias, draws
 
@@ -92,6 +93,18 @@ def test_a_tail_is_not_widened() -> None:
     error = (storage.Quantize(8).store(value).restore() - value)[256:].abs().max()
 
     assert error <= 1e6 / 128 / 255
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_quantizing_takes_little_memory(bits: int) -> None:
+    """What waits, and six tenths of the value beside it: it is computed in parts."""
+    value = normal(1024 * 1024)
+
+    with LiveBytes() as live:
+        stored = storage.Quantize(bits).store(value)
+
+    waits = sum(part.nbytes for part in stored.parts)
+    assert live.peak_bytes - waits <= 0.6 * value.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
