@@ -240,6 +240,15 @@ def renumbered(value: Value, places: Mapping[int, int]) -> Value:
     return dataclasses.replace(value, args=args, kwargs=kwargs, state=state)
 
 
+def needed_for(graph: Graph, wanted: Iterable[int]) -> set[int]:
+    """These values, and all that they are made from."""
+    needed = {*wanted}
+    for index in range(len(graph.values) - 1, -1, -1):
+        if index in needed:
+            needed.update(graph.values[index].uses)
+    return needed
+
+
 def prune(
     graph: Graph, keep: Iterable[int] | None = None, num_inputs: int | None = None
 ) -> Graph:
@@ -250,12 +259,8 @@ def prune(
     count = graph.num_inputs if num_inputs is None else num_inputs
     if keep is None:
         keep = (k for k, value in enumerate(graph.values) if value.has_effect)
-    needed = {*range(count), *keep}
-    needed.update(ref.index for ref in graph.outputs if ref is not None)
-    for index in range(len(graph.values) - 1, -1, -1):
-        if index in needed:
-            needed.update(graph.values[index].uses)
+    outputs = (ref.index for ref in graph.outputs if ref is not None)
     new = Building((), {})
-    for index in sorted(needed):
+    for index in sorted(needed_for(graph, [*range(count), *keep, *outputs])):
         new.copy(index, graph.values[index])
     return new.graph(count, graph.outputs)

@@ -6,6 +6,7 @@ values, its forward. `_regions.traced` says which derived regions get them.
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from remat._errors import RecomputationError, TraceError
 from remat._graph.joint import Joint, View
 from remat._graph.merging import merge
 from remat._graph.meta import TensorMeta, is_spread
-from remat._graph.values import Graph, Ref, Value, label
+from remat._graph.values import Graph, Ref, Value, label, needed_for
 from remat._partition.analysis import Analysis, analyze
 from remat._partition.cut import backward_graph, cut, unique_outputs
 from remat._partition.stages import Stages
@@ -181,18 +182,21 @@ def _locate_saved(
     first: Analysis, again: Analysis, saved: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Finds the saved values of one trace in another; refuses one whose forward differs."""
-    ran, ran_again = map(_steps, (first, again))
-    if [*ran.values()] != [*ran_again.values()]:
-        raise RecomputationError.of(
-            where="a region's backward",
-            what="the function ran other operators than when it was first traced.",
-            why="The backward for these cotangents is traced anew, and must find "
-            "the forward that ran.",
-            do="Make the function depend on nothing but its arguments and the state "
-            "that the documentation lists as covered.",
-        )
-    place = dict(zip(ran, ran_again, strict=True))
-    return tuple(place[index] for index in saved)
+    # The one trace may have steps that nobody reads, such as zeros for what has no tangent.
+    for steps in (_steps, _steps_to_outputs):
+        ran, ran_again = map(steps, (first, again))
+        is_same = [*ran.values()] == [*ran_again.values()]
+        if is_same and ran.keys() >= set(saved):
+            place = dict(zip(ran, ran_again, strict=True))
+            return tuple(place[index] for index in saved)
+    raise RecomputationError.of(
+        where="a region's backward",
+        what="the function ran other operators than when it was first traced.",
+        why="The backward for these cotangents is traced anew, and must find "
+        "the forward that ran.",
+        do="Make the function depend on nothing but its arguments and the state "
+        "that the documentation lists as covered.",
+    )
 
 
 def _steps(analysis: Analysis) -> dict[int, Any]:
@@ -206,6 +210,19 @@ def _steps(analysis: Analysis) -> dict[int, Any]:
         return value.meta == values[sliced.index].meta
 
     return {k: values[k].op for k in analysis.forward if not is_whole(values[k])}
+
+
+def _steps_to_outputs(analysis: Analysis) -> dict[int, Any]:
+    """Those that lead to what the function returns or changes, and other parts of such steps."""
+    joint = analysis.joint
+    returned = (*joint.outputs, *(new for _, new in joint.mutations))
+    needed = needed_for(joint.graph, (ref.index for ref in returned))
+    return {
+        index: op
+        for index, op in _steps(analysis).items()
+        if index in needed
+        or (op is operator.getitem and joint.graph.values[index].uses[0] in needed)
+    }
 
 
 _SLICE: Any = torch.ops.aten.slice.Tensor

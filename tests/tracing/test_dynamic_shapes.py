@@ -454,3 +454,27 @@ def test_a_region_traced_inside_of_one_of_open_sizes_serves_others() -> None:
     plain = remat(lambda x, y: inner(x.sin(), y))
     assert_bitwise(plain(x, x.detach()), x.sin().sin() * x.detach())
     assert_close(second(around), second(lambda x, y: x.sin() * y))
+
+
+def test_a_tangent_inside_of_three_regions_for_other_cotangents() -> None:
+    """One of its traces has zeros that nobody reads, for what has no tangent."""
+
+    def norm(x: Tensor) -> Tensor:
+        return F.layer_norm(x.tanh(), (4,))
+
+    everything = policies.everything_saveable
+    inner: Any = remat(norm, dynamic_shapes=True, policy=everything)
+    middle: Any = remat(lambda x: inner(x).sin())
+
+    def slope(fun: Any) -> Any:
+        return lambda x: torch.func.jvp(fun, (x,), (x.cos(),))[1]
+
+    pushed = slope(middle)
+    outer: Any = remat(pushed, dynamic_shapes=True)
+    plain = slope(lambda x: norm(x).sin())
+    for rows in (3, 5):
+        x = seeded(rows, 4).requires_grad_()
+        for cotangent in (torch.ones(rows, 4), seeded(4, rows, seed=1).t()):
+            (found,) = torch.autograd.grad(outer(x), x, cotangent.to(x.dtype))
+            (expected,) = torch.autograd.grad(plain(x), x, cotangent.to(x.dtype))
+            assert_close(found, expected)
