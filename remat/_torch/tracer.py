@@ -6,9 +6,11 @@ symbols included.
 
 # pyright: reportPrivateUsage=false
 import contextlib
+import functools
 import importlib
 import threading
 import types
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -227,11 +229,27 @@ def zeros_viewed() -> Generator[None]:
     tensors: what they return is no subclass any more, and lies on "meta". Below, they have the
     same kernels. Obsolete when torch lets these fall through, as it does other views.
     """
+    _hear_of_overrides()
+    with _views_falling_through():
+        yield
+
+
+@contextlib.contextmanager
+def _views_falling_through() -> Generator[None]:
     through: Any = torch.library.fallthrough_kernel
     with _torch.library._scoped_library("aten", "IMPL") as library:
         for name in ("view", "as_strided", "_reshape_alias"):
             library.impl(name, through, "ZeroTensor", allow_override=True)
         yield
+
+
+@functools.cache
+def _hear_of_overrides() -> None:
+    """Has torch 2.13 warn here of what another kernel replaces, as it does once in a process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        with _views_falling_through():
+            pass
 
 
 def proxy_is_active() -> bool:
