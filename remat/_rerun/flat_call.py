@@ -535,11 +535,12 @@ class _Substituted(TorchFunctionMode):
         No mode but this one hears what runs there in a backward, where only the first run knows
         what stands for what the trace of a derivative captures.
         """
-        found = self._lifted.get(id(tensor))
-        if found is None:
-            found = lift_into_trace(tensor)
-            if found is not tensor:
-                self._lifted[id(tensor)] = levels.unwrapped(found)
+        known = self._lifted.get(id(tensor))
+        if known is not None and self._state.before is not None:
+            return known
+        found = lift_into_trace(tensor)
+        if found is not tensor:
+            self._lifted[id(tensor)] = levels.unwrapped(found)
         return found
 
 
