@@ -160,6 +160,7 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         run, tensor = args
+        ctx.set_materialize_grads(False)  # what no gradient reaches has none
         return run(tensor)
 
     @staticmethod

@@ -437,6 +437,20 @@ def test_a_stored_input_may_be_changed() -> None:
     assert torch.equal(torch.autograd.grad(y.sum(), w)[0], expected[0])
 
 
+def test_a_stored_input_that_reaches_nothing_has_no_gradient() -> None:
+    """As in plain torch, not zeros: an optimizer leaves alone what has none."""
+    used, unused = (seeded(8, seed=k).requires_grad_() for k in range(2))
+    region = remat(
+        lambda used, unused: used.sin(), saved_inputs=storage.Cast(torch.bfloat16)
+    )
+
+    for _ in range(2):
+        region(used, unused).sum().backward()
+
+    assert used.grad is not None
+    assert unused.grad is None
+
+
 def test_the_same_input_in_a_residual_stream() -> None:
     """`x + f(x)` with a stored x has the gradient of both branches."""
     x = X.clone().requires_grad_()
