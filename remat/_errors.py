@@ -8,9 +8,10 @@ without knowing this package.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Self, SupportsFloat, TypeVar
 
+import torch
 from torch import Tensor
 
 _MOST_SHOWN = 200
@@ -106,11 +107,15 @@ def refusal(
     return kind(explain(where=where, what=what, why=why, do=do))
 
 
+def show_type(dtype: torch.dtype | str, shape: Iterable[int]) -> str:
+    """What a tensor holds, as messages and reports show it: "float32[8, 16]"."""
+    return f"{str(dtype).removeprefix('torch.')}{[*shape]}"
+
+
 def shown(answer: object) -> str:
     """What was passed, as a message shows it: a tensor without its numbers, nothing at length."""
     if isinstance(answer, Tensor):
-        dtype = str(answer.dtype).removeprefix("torch.")
-        return f"a tensor {dtype}{[*answer.shape]}"
+        return f"a tensor {show_type(answer.dtype, answer.shape)}"
     text = f"the class {answer.__name__}" if isinstance(answer, type) else repr(answer)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from remat._calls.entry import Entry
+from remat._errors import show_type
 from remat._graph import operators
 from remat._graph.meta import TensorMeta
 from remat._partition.cut import Cut
@@ -50,14 +51,12 @@ class Residual:
 
     def __str__(self) -> str:
         """One line: path or name, operator, dtype[shape], bytes, storage, source, reason."""
-        dtype = str(self.dtype).removeprefix("torch.")
         what = self.path or f'"{self.name}"' if self.name else "unnamed"
-        shape = f"{dtype}[{', '.join(map(str, self.shape))}]"
         stored = "" if self.storage.keeps else f" in {self.storage!r}"
         source = f" at {self.source}" if self.source else ""
         return (
-            f"{what}: {self.op} {shape} {self.size_bytes} bytes{stored}{source}, "
-            f"{self.reason}"
+            f"{what}: {self.op} {show_type(self.dtype, self.shape)} "
+            f"{self.size_bytes} bytes{stored}{source}, {self.reason}"
         )
 
 

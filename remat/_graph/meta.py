@@ -7,6 +7,7 @@ from typing import Any, Self, cast, final
 
 import torch
 
+from remat._errors import show_type
 from remat._torch import autocast, dtensor, levels, modes, sizes
 
 # Shape, strides, dtype, device, whether it is differentiated; the other fields where they say
@@ -125,8 +126,7 @@ class TensorMeta:
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype}[{', '.join(map(str, self.shape))}]"
+        return show_type(self.dtype, self.shape)
 
 
 Meta = TensorMeta | tuple[TensorMeta | None, ...] | None
@@ -136,6 +136,14 @@ def unexpanded_shape(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     """A shape before `expand`: a dimension that repeats one element has size one."""
     pairs = zip(shape, stride, strict=True)
     return [size if step else min(size, 1) for size, step in pairs]
+
+
+def copied_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, also those of expanded dimensions, which are 0."""
+    stride = tensor.stride()
+    sizes = unexpanded_shape(tensor.shape, stride)
+    copy = torch.empty_strided(sizes, stride, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor[tuple(map(slice, sizes))]).expand(tensor.shape)
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, cast, final
 import torch
 
 from remat._calls.decorated import undecided
-from remat._errors import PolicyError, refusal, require_choice, require_type
+from remat._errors import PolicyError, refusal, require_choice, require_type, show_type
 from remat._graph.operators import made_by
 from remat._partition import budgets
 from remat._partition.decide import fingerprint
@@ -267,7 +267,7 @@ _UNITS = {"flops": "FLOPs and bytes moved", "measured": "ns"}
 
 def _row_label(row: PlanRow) -> str:
     name = f'"{row.name}" ' if row.name else ""
-    return f"{name}{row.op} {row.dtype}[{', '.join(map(str, row.shape))}]"
+    return f"{name}{row.op} {show_type(row.dtype, row.shape)}"
 
 
 def _plan_row_of(text: dict[str, Any]) -> PlanRow:

@@ -15,11 +15,10 @@ the same with XLA's optimization barrier.
 
 import operator
 
-import torch
 from torch import Tensor
 
 from remat._graph import operators
-from remat._graph.meta import TensorMeta, unexpanded_shape
+from remat._graph.meta import TensorMeta, copied_as_it_lies
 from remat._graph.numbering import Numbering
 from remat._graph.values import Graph, Ref, Value, check, renumbered, roots
 from remat._partition.analysis import bytes_of
@@ -27,10 +26,7 @@ from remat._torch import schemas, tracer
 
 
 def _hold(value: Tensor, until: Tensor) -> Tensor:
-    """A copy with the same strides, also those of expanded dimensions, which are 0."""
-    sizes, stride = unexpanded_shape(value.shape, value.stride()), value.stride()
-    copy = torch.empty_strided(sizes, stride, dtype=value.dtype, device=value.device)
-    return copy.copy_(value[tuple(map(slice, sizes))]).expand(value.shape)
+    return copied_as_it_lies(value)
 
 
 HOLD = schemas.define("hold", "(Tensor value, Tensor until) -> Tensor", _hold, _hold)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from remat._graph import operators
-from remat._graph.meta import TensorMeta, unexpanded_shape
+from remat._graph.meta import TensorMeta, copied_as_it_lies
 from remat._graph.values import Graph, replace_refs
 from remat._programs.interpreted import overhead_dominates
 from remat._torch import levels, runners, schemas, tracer
@@ -61,17 +61,10 @@ def compiled_function(graph: Graph) -> Callable[[list[Tensor]], list[Any]]:
 def _as_they_lie(tensor: Tensor) -> Tensor:
     """A tensor whose numbers are those in memory, as compiled kernels take them to be.
 
-    Itself but for a lazy conjugate or negative and for zeros without memory, of which it is a
-    copy with the same strides.
+    Itself but for a lazy conjugate or negative and for zeros without memory, which are copied.
     """
-    if not (tensor.is_conj() or tensor.is_neg() or is_without_memory(tensor)):
-        return tensor
-    shape, stride = tensor.shape, tensor.stride()
-    sizes = unexpanded_shape(shape, stride)
-    copy = torch.empty_strided(
-        sizes, stride, dtype=tensor.dtype, device=tensor.device
-    ).copy_(tensor[tuple(map(slice, sizes))])
-    return copy.expand(shape)
+    is_other = tensor.is_conj() or tensor.is_neg() or is_without_memory(tensor)
+    return copied_as_it_lies(tensor) if is_other else tensor
 
 
 def fx_module(graph: Graph) -> fx.GraphModule:

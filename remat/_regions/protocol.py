@@ -174,20 +174,11 @@ class WithoutProgram:
         """False: which operands the outputs depend on is known before a run."""
         return False
 
-    def one_program(self, roots: Roots, numerics: Numerics) -> None:
-        """None, like what follows: it takes a program."""
+    def one_program(self, *_: object, **__: object) -> None:
+        """None, as for each way that takes a program."""
 
-    def fast_path(self, roots: Roots, numerics: Numerics) -> None:
-        """See `one_program`."""
+    fast_path = opened = pushed = one_program
 
     def recorded(self, roots: Roots) -> Self:
         """Itself: its gradients are made anew at each order."""
         return self
-
-    def opened(
-        self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
-    ) -> None:
-        """See `one_program`."""
-
-    def pushed(self, roots: Roots, has_tangent: tuple[bool, ...], save: bool) -> None:
-        """See `one_program`: the outputs and their tangents come from two separate runs."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, final
 
 import torch
 
-from remat._errors import PolicyError, require_hash, shown
+from remat._errors import PolicyError, require_hash, show_type, shown
 from remat._graph.operators import short_name
 from remat.policies._sizes import show_size
 from remat.storage import AbstractStorage, Keep
@@ -81,12 +81,11 @@ class Value:
     def __str__(self) -> str:
         """The value as messages and reports name it."""
         names = ", ".join(f'"{name}"' for name in self.names)
-        dtype = str(self.dtype).removeprefix("torch.")
         maker = "an input" if self.op is None else f"made by {short_name(self.op)}"
         source = f" at {self.source}" if self.source else ""
         title = f"the value {names}" if names else "an unnamed value"
-        size = show_size(self.size_bytes)
-        return f"{title} ({dtype}{list(self.shape)}, {size}, {maker}{source})"
+        form, size = show_type(self.dtype, self.shape), show_size(self.size_bytes)
+        return f"{title} ({form}, {size}, {maker}{source})"
 
 
 @final

@@ -6,10 +6,11 @@ from typing import Any
 
 from remat._calls.decorated import is_region, plain_region
 from remat._calls.residuals import Residual, residuals_of
+from remat._errors import show_type
 from remat._partition.analysis import Analysis
 from remat._partition.cut import Cut, cut
 from remat.policies._sizes import show_size
-from remat.reporting._show.text import aligned, show_type
+from remat.reporting._show.text import aligned
 
 
 def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Residual]:
@@ -66,7 +67,7 @@ _COLUMNS: dict[str, Callable[[Residual], str]] = {
     "argument": lambda each: each.path,
     "name": lambda each: each.name if each.name != each.path else "",
     "operator": lambda each: each.op,
-    "value": show_type,
+    "value": lambda each: show_type(each.dtype, each.shape),
     "bytes": lambda each: show_size(each.size_bytes),
     "storage": lambda each: repr(each.storage),
     "source": lambda each: each.source,

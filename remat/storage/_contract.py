@@ -32,7 +32,7 @@ from typing import Any, ClassVar, cast, final
 import torch
 from torch import Tensor
 
-from remat._errors import RematError, require_type
+from remat._errors import RematError, require_type, show_type
 from remat._graph.meta import TensorMeta, unexpanded_shape
 from remat._torch import fakes, isolation, levels
 from remat.storage._stored import FIRST, Decode, Held, Place, Stored
@@ -318,7 +318,7 @@ def _form_of(value: Tensor) -> _Form:
 
 def _shown_form(form: _Form) -> str:
     shape, dtype, device = form
-    return f'{str(dtype).removeprefix("torch.")}{[*shape]} on "{device}"'
+    return f'{show_type(dtype, shape)} on "{device}"'
 
 
 def _require_stored(storage: AbstractStorage, found: object) -> None:

@@ -20,7 +20,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from remat._errors import explain, refuse, require_count, require_type
+from remat._errors import explain, refuse, require_count, require_type, show_type
 from remat._graph.meta import TensorMeta
 from remat._user_lines import warn
 from remat.storage._contract import AbstractStorage
@@ -171,11 +171,10 @@ def _in_file(value: Tensor, folder: str) -> Tensor:
                 file.name, True, value.nbytes, dtype=torch.uint8, device="cpu"
             )
     except OSError as error:
-        dtype = str(value.dtype).removeprefix("torch.")
         text = explain(
             where=f"Offload(path={folder!r})",
-            what=f"cannot make a file for a value {dtype}{[*value.shape]} of "
-            f"{value.nbytes} bytes.",
+            what="cannot make a file for a value "
+            f"{show_type(value.dtype, value.shape)} of {value.nbytes} bytes.",
             why=f"The system reports: {error.strerror}.",
             do="Pass a folder that exists and can be written, on a disk with room for all "
             "values that wait at one time.",

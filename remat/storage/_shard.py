@@ -24,7 +24,14 @@ import torch
 from einops import EinopsError, parsing
 from torch import Tensor
 
-from remat._errors import NotReplicatedError, refusal, refuse, require_type, shown
+from remat._errors import (
+    NotReplicatedError,
+    refusal,
+    refuse,
+    require_type,
+    show_type,
+    shown,
+)
 from remat._graph.meta import TensorMeta
 from remat._torch import distributed, dtensor
 from remat._user_lines import warn
@@ -155,13 +162,12 @@ class Shard(AbstractStorage):
             place = groups.index("…")
             groups[place : place + 1] = [[]] * max(count + 1 - len(groups), 0)
         if len(groups) != count:
-            dtype = str(value.dtype).removeprefix("torch.")
             shape = [value.shape[order.index(dim)] for dim in range(count)]
             raise refuse(
                 "Shard(pattern=...)",
                 self.pattern,
                 why=f"It has {len(groups)} axes, and the value to be stored has {count}: "
-                f"{dtype}{shape}.",
+                f"{show_type(value.dtype, shape)}.",
                 do="Write one axis for each dimension, name the inputs that have these in "
                 f"`saved_inputs`, or pass None, which takes any value: Shard({self.mesh!r}).",
             )
@@ -363,8 +369,7 @@ def _record_of(value: Tensor, place: Place) -> list[int]:
 
 def _shown_record(record: list[int]) -> str:
     _, dtype, num_sizes, _, *rest = record
-    sizes = ", ".join(map(str, rest[: min(num_sizes, _MOST_SIZES)]))
-    return f"{str(_DTYPES[dtype]).removeprefix('torch.')}[{sizes}]"
+    return show_type(_DTYPES[dtype], rest[: min(num_sizes, _MOST_SIZES)])
 
 
 def _hash(value: Tensor) -> Tensor:

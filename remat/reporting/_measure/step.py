@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from remat import _captures
-from remat._errors import RematError, require_callable
+from remat._captures.walk import Survey
+from remat._errors import RematError, require_callable, show_type
 from remat._generators import device_states
 from remat._partition.costs import finish_work
 from remat._regions.out_of_memory import name_of
@@ -43,13 +43,13 @@ class MeasuredStep:
         leaves, self._spec = trees.flatten((args, dict(kwargs)))
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        self._survey = _captures.Survey((inspect.unwrap(function), *others))
+        self._survey = Survey((inspect.unwrap(function), *others))
         reached = self._survey.reached
         explicit = any(each.requires_grad for each in (*given.values(), *reached))
         aliases = {key: _measured_leaf(each, explicit) for key, each in given.items()}
         # The tensors by the names of what takes them.
         self.described = tuple(
-            f"{'.'.join(path[1:])}: {str(leaf.dtype).removeprefix('torch.')}{[*leaf.shape]}"
+            f"{'.'.join(path[1:])}: {show_type(leaf.dtype, leaf.shape)}"
             for path, leaf in trees.leaves_with_path((args, dict(kwargs)))
             if isinstance(leaf, Tensor)
         )

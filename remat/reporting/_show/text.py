@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
-from remat._calls.residuals import Residual
+from remat._errors import show_type
 from remat.policies._sizes import show_size
 from remat.reporting._records import (
     Facts,
@@ -148,13 +148,7 @@ def _held_text(here: int | None, elsewhere: int | None) -> str:
 
 def title(value: HeldValue | RecomputedValue) -> str:
     """A value's name, dtype and shape."""
-    return f"{value.name} {show_type(value)}".lstrip()
-
-
-def show_type(value: HeldValue | RecomputedValue | Residual) -> str:
-    """A value's dtype and shape: "float32[8, 16]"."""
-    dtype = str(value.dtype).removeprefix("torch.")
-    return f"{dtype}[{', '.join(map(str, value.shape))}]"
+    return f"{value.name} {show_type(value.dtype, value.shape)}".lstrip()
 
 
 def made_by(value: HeldValue | RecomputedValue) -> str:
