@@ -6,9 +6,12 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from torch import nn
 
-from remat import _captures
 from remat._calls.options import Settings
 from remat._calls.signature import CallSite
+from remat._captures.contents import code_key
+from remat._captures.covered import Covered
+from remat._captures.library import users_hooks
+from remat._captures.walk import Survey
 from remat._graph.meta import TensorMeta
 from remat._partition.analysis import Analysis
 from remat._partition.budgets import no_remat_bytes
@@ -63,7 +66,7 @@ def advise_of_inputs(
     for path in paths:
         if not any(fnmatch.fnmatchcase(name, path) for name in every):
             warn_once(
-                (_captures.code_key(site.function), "input", path),
+                (code_key(site.function), "input", path),
                 where=where,
                 what=f'has no input "{path}", which saved_inputs names.',
                 why=f"Its inputs are {', '.join(names)}.",
@@ -73,8 +76,8 @@ def advise_of_inputs(
 
 def advise_of_untold(
     site: CallSite,
-    survey: _captures.Survey,
-    covered: _captures.Covered,
+    survey: Survey,
+    covered: Covered,
     where: str,
 ) -> None:
     """Warns of what a trace has read and no later call compares: it becomes a constant."""
@@ -88,7 +91,7 @@ def advise_of_untold(
     others = [*_of_arguments(site, survey), *_of_hooks(), *_of_modes(site)]
     for what, do in [*whole, *others]:
         warn_once(
-            (_captures.code_key(site.function), what),
+            (code_key(site.function), what),
             where=where,
             what=what,
             why="A trace runs the code once, and keeps what it has read as constants.",
@@ -248,9 +251,7 @@ def _without_effect(
         )
 
 
-def _of_arguments(
-    site: CallSite, survey: _captures.Survey
-) -> Iterator[tuple[str, str]]:
+def _of_arguments(site: CallSite, survey: Survey) -> Iterator[tuple[str, str]]:
     """What the code asks of arguments and their stand-ins in a trace do not have."""
     for name, tensor in zip(site.tensor_names, site.tensors, strict=True):
         for attribute in vars(tensor):
@@ -267,7 +268,7 @@ def _of_arguments(
 
 
 def _of_hooks() -> Iterator[tuple[str, str]]:
-    for hook in _captures.users_hooks().values():
+    for hook in users_hooks().values():
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         yield (
             f"`{name}`, a hook for all modules, runs in the trace alone.",

@@ -9,7 +9,6 @@ from typing import Any, final
 
 from torch import nn
 
-from remat import _captures
 from remat._calls.advice import advise_of_inputs
 from remat._calls.cache_miss import Options, compile_call
 from remat._calls.entry import Entry
@@ -18,6 +17,7 @@ from remat._calls.options import Settings
 from remat._calls.retraces import TraceHistory
 from remat._calls.routes import Found, Route, first_holding, route_of, tensor_guard_here
 from remat._calls.signature import CallSite
+from remat._captures.walk import Survey
 from remat._errors import RematError, TraceError, explain
 from remat._graph.meta import without_symbols
 from remat._regions.forwards import Calls
@@ -99,7 +99,7 @@ class Cache:
         """Whether a captured tensor is to be differentiated."""
         found = self._holding(site)
         if found is None:
-            reached = _captures.Survey(site.roots).reached
+            reached = Survey(site.roots).reached
             require_answers(reached)
         else:
             reached = found[1]

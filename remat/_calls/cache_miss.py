@@ -12,13 +12,17 @@ from typing import final
 
 from torch import Tensor
 
-from remat import _captures
 from remat._calls.advice import advise, advise_of_untold
 from remat._calls.entry import Entry
 from remat._calls.options import Settings
 from remat._calls.routes import PLAINLY, tensor_guard_here
 from remat._calls.signature import CallSite
 from remat._calls.traced_call import TracedCall, require_lawful, trace_call
+from remat._captures.bake_spots import cover
+from remat._captures.contents import code_key
+from remat._captures.covered import Covered
+from remat._captures.iterators import advanced_since, positions
+from remat._captures.walk import Survey
 from remat._errors import RematError
 from remat._graph import operators, statistics
 from remat._graph.meta import TensorMeta
@@ -56,7 +60,7 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
     like_outputs = fixed is None and options.calls.are_like_outputs is True
     with _refusals_of(settings.engine, site.roots):
         traced = trace_call(site, fixed, options.where, like_outputs=like_outputs)
-    covered = _captures.cover(traced.survey, traced.reads, [*map(id, traced.captured)])
+    covered = cover(traced.survey, traced.reads, [*map(id, traced.captured)])
     names = (*site.tensor_names, *covered.labels)
     require_lawful(site, settings.rng, traced, names)
     stages = Stages.of(traced.joints, settings.policy)
@@ -72,7 +76,7 @@ def compile_call(site: CallSite, options: Options, fixed: Fixed | None = None) -
     captured = traced.captured
     region = _compiled_region(function, site, options, stages, names, captured)
     program = region.forward(site.roots, save=True).program
-    code, where = _captures.code_key(site.function), options.where
+    code, where = code_key(site.function), options.where
     advise(code, settings, stages, region, program, where)
     advise_of_untold(site, traced.survey, covered, options.where)
     tell_of_marks(traced.survey, flattened.marks, options.where)
@@ -88,14 +92,14 @@ def _refusals_of(engine: str, roots: Roots) -> Generator[None]:
     if engine != "auto":
         yield
         return
-    known = _captures.positions(_captures.Survey(roots))
+    known = positions(Survey(roots))
     try:
         yield
     except Warning:
         raise
     except Exception as error:
         refused = error if isinstance(error, RematError) else raises_in_its_trace(error)
-        advanced = _captures.advanced_since(known)
+        advanced = advanced_since(known)
         if advanced is not None and advises_rerun(refused):
             raise advances(advanced, "a trace that is refused") from refused
         if refused is error:
@@ -160,7 +164,7 @@ def _guard_of(captured: Sequence[Tensor]) -> Callable[..., bool] | None:
 
 def _compiled_entry(
     traced: TracedCall,
-    covered: _captures.Covered,
+    covered: Covered,
     stages: Stages,
     region: TracedRegion,
     names: tuple[str, ...],

@@ -15,7 +15,6 @@ from typing import Any, Generic, ParamSpec, TypeGuard, TypeVar, cast, final
 from torch import Tensor, fx, nn
 from torch.compiler import is_dynamo_compiling
 
-from remat import _captures
 from remat._calls import torch_compile
 from remat._calls.as_function import NoGlobals, SignatureOfWrapped
 from remat._calls.cache import Cache, CacheInfo
@@ -24,6 +23,7 @@ from remat._calls.options import Settings, why_out_of_graphs
 from remat._calls.residuals import Residual, residuals_of
 from remat._calls.routes import MISSED
 from remat._calls.signature import CallSite, Statics, call_site
+from remat._captures.contents import code_key
 from remat._errors import CapturedTensorError, RematError, TraceError, require_callable
 from remat._partition.stages import Stages
 from remat._programs.program import Program
@@ -163,7 +163,7 @@ class DecoratedFunction(Generic[_P, _R]):
 
     @functools.cached_property
     def _cache(self) -> Cache:
-        code, settings = _captures.code_key(self._fun), self._resolved
+        code, settings = code_key(self._fun), self._resolved
         key = (code, settings)
         if key not in _caches:
             own = [each for each in list(_caches) if each[0] == code]  # of all threads

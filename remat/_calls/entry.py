@@ -12,7 +12,9 @@ from typing import Any, final
 
 from torch import Tensor
 
-from remat import _captures
+from remat._captures.covered import Covered
+from remat._captures.places import Step
+from remat._captures.walk import refresh_hooked
 from remat._generators.streams import exists
 from remat._graph.meta import layout_of
 from remat._partition.stages import Stages
@@ -37,7 +39,7 @@ class Entry:
     """A kept trace."""
 
     #: What it rested on, and where its captured tensors are found.
-    covered: _captures.Covered
+    covered: Covered
     #: Whether such tensors have the metadata that they had, checked in C; None where it cannot be.
     guard: Callable[..., bool] | None
     stages: Stages  # what became of the function, from its trace to what is saved
@@ -53,7 +55,7 @@ class Entry:
     unseen: frozenset[int]
     streams: frozenset[str]  # the streams of registered trackers that it draws from
     #: The steps to each module with weights that torch's hooks make at each call.
-    hooked: tuple[tuple[_captures.Step, ...], ...]
+    hooked: tuple[tuple[Step, ...], ...]
     #: The objects that are returned as they were given: places in `output`, and of the root.
     passed: tuple[tuple[int, int], ...]
     #: The trace with its sizes open; None if it holds for one set of sizes.
@@ -127,7 +129,7 @@ class Entry:
             returned = self._with_changed(returned[:count], tensors)
         result = self.result(returned, roots)
         for way in self.hooked:
-            _captures.refresh_hooked(way, roots)
+            refresh_hooked(way, roots)
         return result
 
     def result(self, returned: Sequence[Tensor | None], roots: Roots) -> Any:

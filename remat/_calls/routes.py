@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, cast, final
 
 from torch import Tensor
 
-from remat import _captures
 from remat._calls.entry import Entry, clock
 from remat._calls.signature import CallSite, static_key
+from remat._captures.contents import shows_contents
 from remat._regions.protocol import Call
 from remat._regions.rules import run_fast
 from remat._regions.short_way import run_short
@@ -126,7 +126,7 @@ class _GuardWriter:
         self._require(f"type({place}) is {self._constant(kind)}")
         is_object = any(tree is each for each in self._known)
         is_object = is_object and not isinstance(tree, type)
-        return is_object and _captures.shows_contents(kind)
+        return is_object and shows_contents(kind)
 
     def _items(self, place: str, source: str, items: Sequence[Any]) -> bool:
         if not items:

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple, cast, final
 import torch
 from torch import Tensor
 
-from remat import _captures
+from remat._captures.contents import hides_contents
+from remat._captures.library import user_bases
+from remat._captures.places import numpy_scalar
 from remat._errors import StaticArgumentError
 from remat._graph.meta import TensorMeta, is_open, layout_of
 from remat._regions.functions import Roots
@@ -202,7 +204,7 @@ def call_site(
     signature = leaves.read(arguments)
     for leaf in leaves.objects:
         is_array = trees.is_array(leaf)
-        if is_array or _captures.hides_contents(leaf):
+        if is_array or hides_contents(leaf):
             flat = trees.flatten(arguments)[0]
             index = next(index for index, each in enumerate(flat) if each is leaf)
             refused = _numpy_argument if is_array else _hidden_argument
@@ -370,7 +372,7 @@ def static_key(leaf: object) -> Hashable | None:
         return (kind, leaf)
     if isinstance(leaf, type):
         # A class of the user may change.
-        return None if _captures.user_bases(leaf) else (kind, leaf)
+        return None if user_bases(leaf) else (kind, leaf)
     if isinstance(leaf, (enum.Enum, torch.Generator)):
         return (kind, leaf)
     if kind is set or kind is frozenset:
@@ -382,7 +384,7 @@ def static_key(leaf: object) -> Hashable | None:
         parts = (whole.start, whole.stop, whole.step)
         keys = [static_key(part) for part in parts]
         return None if None in keys else (kind, *keys)
-    return _captures.numpy_scalar(leaf)
+    return numpy_scalar(leaf)
 
 
 def _numpy_argument(leaf: Any, label: str) -> StaticArgumentError:

@@ -12,8 +12,10 @@ from typing import Any, final
 
 from torch import Tensor
 
-from remat import _captures
 from remat._calls.signature import CallSite, Layout
+from remat._captures.places import Step
+from remat._captures.reads import Reads, recording
+from remat._captures.walk import Survey, put_back_hooked
 from remat._errors import ImplicitRandomnessError
 from remat._generators import python_and_numpy, streams
 from remat._graph import operators
@@ -139,13 +141,13 @@ class TracedCall:
     #: Which of these get a gradient by what the function writes to them.
     gained: tuple[int, ...]
     #: What the function reaches.
-    survey: _captures.Survey = dataclasses.field(repr=False)
-    reads: _captures.Reads = dataclasses.field(repr=False)  # what of it the trace read
+    survey: Survey = dataclasses.field(repr=False)
+    reads: Reads = dataclasses.field(repr=False)  # what of it the trace read
     #: The function as tensors in, tensors out.
     flattened: Flattened = dataclasses.field(repr=False)
     output: trees.Frame  # how the result is put together
     #: The steps to each module with weights that torch's hooks make at each call.
-    hooked: tuple[tuple[_captures.Step, ...], ...]
+    hooked: tuple[tuple[Step, ...], ...]
     template: Template | None  # the trace with its sizes open, if they were
     #: Which dimensions of each operand are not open; None where none is.
     fixed: Fixed | None
@@ -170,7 +172,7 @@ def trace_call(
     """
     started = time.perf_counter()
     require_no_engine(site.function)
-    survey = _captures.Survey(site.roots)
+    survey = Survey(site.roots)
     require_answers(survey.reached)
     before = _wanted(survey.reached)
     flattened = Flattened(site.layout, len(site.tensors), changed)
@@ -196,7 +198,7 @@ def trace_call(
                     site, fixed, where, like_outputs=like_outputs, changed=changed
                 )
         with on_error(lambda: take_out(traced.fakes)):
-            hooked = _captures.put_back_hooked(survey)
+            hooked = put_back_hooked(survey)
             # A buffer that was assigned to itself (out=...) is the buffer, not its stand-in.
             survey.put_back(traced.stand_ins, traced.captured)
             traced.stand_ins.clear()
@@ -220,11 +222,11 @@ def trace_call(
 
 def _run_trace(
     site: CallSite,
-    survey: _captures.Survey,
+    survey: Survey,
     flattened: Flattened,
     fixed: Fixed | None,
     like_outputs: bool,
-) -> tuple[Traced, _captures.Reads, Template | None]:
+) -> tuple[Traced, Reads, Template | None]:
     request = Request(
         flattened.build(site.roots, None),
         site.metas,
@@ -232,7 +234,7 @@ def _run_trace(
         is_in_parts=any(map(is_taken_whole, site.tensors)),
         like_outputs=like_outputs,
     )
-    with site.numerics.applied(), _captures.recording(survey) as reads:
+    with site.numerics.applied(), recording(survey) as reads:
         if fixed is None:
             return trace(request), reads, None
         traced, sizes = trace_open(request, fixed)

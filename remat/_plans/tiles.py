@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, TypeVar, final
 
-from remat import _captures
+from remat._captures.contents import code_key
 from remat._errors import RematError
 from remat._plans.shares import Search
 from remat._switches.blocks import noting_tiled
@@ -104,7 +104,7 @@ def _rows_of(functions: Iterable[Any]) -> list[TilesRow]:
     for each in functions:
         if isinstance(each.tiles, int):
             name = getattr(each, "__qualname__", repr(each))
-            code = _captures.code_key(getattr(each, "__wrapped__", None))
+            code = code_key(getattr(each, "__wrapped__", None))
             alike.setdefault((name, each.tiles, code), []).append(each)
     return [
         TilesRow(name, tiles, tiles, tuple(found))

@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from remat import _captures
+from remat._captures.walk import Survey
 from remat._errors import (
     MutationError,
     RecomputationError,
@@ -28,7 +28,7 @@ class Constants:
     Those that it used and did not change must have the same numbers when it runs again.
     """
 
-    def __init__(self, survey: _captures.Survey, operands: Sequence[Tensor]) -> None:
+    def __init__(self, survey: Survey, operands: Sequence[Tensor]) -> None:
         known = set(map(id, operands))
         self._survey = survey
         self._hooks = survey.hooks()

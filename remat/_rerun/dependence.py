@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from remat import _captures
+from remat._captures.walk import Survey
 from remat._errors import CapturedTensorError
 from remat._graph.meta import TensorMeta
 from remat._rerun import fully_shard
@@ -158,7 +158,7 @@ def require_nothing_hidden(
     held = [node for node in nodes if _is_held_leaf(node)]
     if not held:
         return
-    seen = _captures.Survey((result, *roots)).tensors.keys() | _hidden_in(nodes)
+    seen = Survey((result, *roots)).tensors.keys() | _hidden_in(nodes)
     unseen = [node for node in held if id(node.variable) not in seen]
     if unseen:
         gc.collect()  # a leaf that only a cycle holds is not held

@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from remat import _captures
+from remat._captures.iterators import advanced_since, positions
+from remat._captures.places import Step, read_place, write_place
+from remat._captures.walk import Survey
 from remat._errors import StaticArgumentError
 from remat._graph.meta import TensorMeta
 from remat._regions.out_of_memory import name_of
@@ -96,7 +98,7 @@ def call(
         require_nothing_hidden(found, (fun, args, dict(kwargs)))
         return found
     _require_repeatable(args, kwargs)
-    known = _captures.positions(reach.survey)
+    known = positions(reach.survey)
     flat = _FlatCall(fun, reach, wanted, draws=rng == "preserve")
     region = Rerun(flat, flat, wanted, flat.state)
     try:
@@ -104,7 +106,7 @@ def call(
     except NewOperandError:
         reach.survey.restore()
         return call(fun, args, kwargs, rng)
-    advanced = _captures.advanced_since(known)
+    advanced = advanced_since(known)
     if advanced is not None:
         raise advances(advanced, "the function's first run")
     result, stored = flat.returned.around(flat.with_changed(returned))
@@ -113,7 +115,7 @@ def call(
     for (owner, step), value in zip(flat.stored, stored, strict=True):
         kept = [each for each in trees.tensor_leaves(value) if each.grad_fn]
         _stored.update((id(each), each) for each in kept if id(each) not in captured)
-        _captures.write_place(owner, step, value)
+        write_place(owner, step, value)
     return result
 
 
@@ -145,7 +147,7 @@ class _Reached:
     def __init__(
         self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        self.survey = _captures.Survey((fun, args, dict(kwargs)))
+        self.survey = Survey((fun, args, dict(kwargs)))
         self.survey.follow_counts()
         # A copy of each container: the caller may change its own before the backward.
         self.arguments = trees.map_tensors(lambda each: each, (args, dict(kwargs)))
@@ -224,7 +226,7 @@ class _FlatCall:
         self.changed: tuple[int, ...] = ()
         # Where the first run has stored what has a gradient, in objects that it reaches. All
         # runs return it with their results.
-        self.stored: list[tuple[object, _captures.Step]] = []
+        self.stored: list[tuple[object, Step]] = []
         # The classes of results: a region gives plain tensors for those of a user's own class.
         self.classes: list[type[Tensor]] = []
         # The places of results that are an operand themselves, and that operand's.
@@ -270,7 +272,7 @@ class _FlatCall:
                         for each in trees.tensor_leaves(value)
                     )
                 ]
-            stored = [_captures.read_place(*place) for place in self.stored]
+            stored = [read_place(*place) for place in self.stored]
             returned: list[Tensor]
             returned, self.returned = trees.Frame.of((result, stored))
             if not is_again:

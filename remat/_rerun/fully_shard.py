@@ -20,7 +20,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from remat import _captures
+from remat._captures.walk import Survey
 from remat._errors import SecondDerivativeError, TraceError
 from remat._torch import autograd, distributed
 from remat._torch.attributes import attributes_as
@@ -48,7 +48,7 @@ class Engine:
             engine.add(self.anchor)
 
     @classmethod
-    def reached(cls, survey: _captures.Survey) -> Engine | None:
+    def reached(cls, survey: Survey) -> Engine | None:
         """The engine of the modules that a function reaches and that are not running.
 
         A module that is running has gathered its parameters, which are plain operands.

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remat import _captures
+from remat._captures.contents import MOST_BYTES
+from remat._captures.places import held_bytes
 from remat._torch import trees
 from remat._tracing import refusals
 from remat._user_lines import user_line
@@ -41,7 +42,7 @@ def copied(
     copies: list[Copied] = []
     for place in places:
         array = leaves[place]
-        if array.nbytes > _captures.MOST_BYTES:
+        if array.nbytes > MOST_BYTES:
             raise refusals.from_large_array(where, array.nbytes)
         leaves[place] = copy.copy(array)
         copies.append(Copied(where, array, leaves[place]))
@@ -51,6 +52,6 @@ def copied(
 def require_unchanged(shared: Iterable[tuple[Copied, Tensor]]) -> None:
     """Refuses a change of memory that a tensor of the function shares with an array."""
     for (where, array, before), tensor in shared:
-        is_alike = _captures.held_bytes(array) == _captures.held_bytes(before)
+        is_alike = held_bytes(array) == held_bytes(before)
         if tensor._version or not is_alike:
             raise refusals.changes_array(where)

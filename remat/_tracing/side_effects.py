@@ -19,7 +19,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from remat._captures import Reads, Survey
+from remat._captures.reads import Reads
+from remat._captures.walk import Survey
 from remat._errors import SideEffectError
 from remat._graph.meta import TensorMeta
 from remat._torch import modes

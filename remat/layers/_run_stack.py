@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from remat import _captures
+from remat._captures.walk import Survey
 from remat._errors import MutationError
 from remat._graph.meta import TensorMeta
 from remat._partition.analysis import bytes_of, forward_flops
@@ -38,7 +38,7 @@ def wants_gradient(functions: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
     # Inside a trace, looking at the captured tensors would capture all of them.
     if is_running() or any(map(levels.requires_grad_anywhere, tensors)):
         return True
-    reached = _captures.Survey(tuple(functions)).reached
+    reached = Survey(tuple(functions)).reached
     return any(map(levels.requires_grad_anywhere, reached))
 
 

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from remat import _captures
+from remat._captures.walk import Survey
 from remat._errors import require_callable
 from remat._generators import device_states
 from remat._torch import trees
@@ -25,7 +25,7 @@ _GRADIENT = "the gradient of"
 
 def captured(*functions: Callable[..., Any]) -> dict[str, Tensor]:
     """The tensors that functions reach, by their path in words."""
-    survey = _captures.Survey(tuple(map(inspect.unwrap, functions)))
+    survey = Survey(tuple(map(inspect.unwrap, functions)))
     return {str(node.label): node.value for node, *_ in survey.tensors.values()}
 
 
@@ -68,7 +68,7 @@ class RepeatedCall:
         self.gradient_labels = [f"{_GRADIENT} {self.labels[k]}" for k in self.wanted]
         self._tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         self._functions = tuple(map(inspect.unwrap, functions))
-        self._survey = _captures.Survey(self._functions)
+        self._survey = Survey(self._functions)
         self._numbers = [(each, each.detach().clone()) for each in self._survey.reached]
         homes = {each.device for each in (*self._tensors, *self._survey.reached)}
         self._devices = {torch.get_default_device(), *homes}

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from remat._captures import Covered, Survey, cover, recording
+from remat._captures.bake_spots import cover
+from remat._captures.covered import Covered
+from remat._captures.reads import recording
+from remat._captures.walk import Survey
 
 X = torch.ones(2, 2)
 W = torch.ones(2, 2)

@@ -16,7 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from remat._captures import Survey, code_key, cover, read_place, recording
+from remat._captures.bake_spots import cover
+from remat._captures.contents import code_key
+from remat._captures.places import read_place
+from remat._captures.reads import recording
+from remat._captures.walk import Survey
 from tests.captures.reached import (
     Affine,
     Block,

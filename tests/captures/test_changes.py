@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat._captures import Survey, recording
+from remat._captures.reads import recording
+from remat._captures.walk import Survey
 from remat._errors import RecomputationError
 from tests.captures import reached
 from tests.captures.reached import (

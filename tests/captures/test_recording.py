@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from remat._captures import Survey, cover, recording
+from remat._captures.bake_spots import cover
+from remat._captures.reads import recording
+from remat._captures.walk import Survey
 from tests.captures.reached import Affine, Block, Tied, W, X, bake, closure
 
 

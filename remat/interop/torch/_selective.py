@@ -16,7 +16,7 @@ from typing import Any, Self, TypeAlias, cast, final
 import torch
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
-from remat import _captures
+from remat._captures.library import mentions
 from remat._errors import PolicyError, refusal
 from remat._torch import isolation, schemas
 from remat.policies import AbstractPolicy, Operand, Recompute, Save, Value
@@ -110,7 +110,7 @@ def _meaning_of_policy(thing: Any, seen: frozenset[int]) -> Hashable:
     match thing:
         case types.FunctionType():
             code, home = thing.__code__, thing.__globals__
-            named = _captures.mentions(code)
+            named = mentions(code)
             cells = tuple(cell.cell_contents for cell in thing.__closure__ or ())
             names = sorted((named.globals - named.assigned) & home.keys())
             read = tuple(

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, final
 
-from remat import _captures
+from remat._captures.contents import code_key
 from remat._graph import operators
 from remat._graph.meta import TensorMeta
 from remat._graph.values import Graph, roots
@@ -80,7 +80,7 @@ class RegionCall:
             self.name += ", differentiated"
         self.policy = self.call.region.policy_text
         # Equal for calls that are one row: one code under one policy.
-        self.key: Hashable = (_captures.code_key(function), self.policy, self.name)
+        self.key: Hashable = (code_key(function), self.policy, self.name)
         self.traced: RegionTrace | None = None  # None if it has none of its own
         self.number = 0  # its place among the calls of its row
 
