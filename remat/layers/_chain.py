@@ -206,7 +206,7 @@ def _trace_chain(
         returned = link.returned()
         metas = [meta.of_result() for meta in returned]
         links.append(link)
-        described.append(_run_stack.stage_of(link, returned))
+        described.append(_run_stack.stage_of(link, metas))
         return functools.partial(entry.result, roots=link.roots)
 
     around = add(stages[0].region, frame.around)

@@ -55,6 +55,8 @@ class Executor:
                 case schedules.Record(stage):
                     self._run_stage(stage, is_recorded=True)
                 case schedules.Snapshot(state):
+                    # Laid now, so that no memory of what the stage computed waits with it.
+                    self._state = self.stack.links[state].laid(self._state)
                     self._states[state] = self._state
                 case schedules.Restore(state):
                     self._state = self._states[state]

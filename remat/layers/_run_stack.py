@@ -11,6 +11,7 @@ from torch import Tensor
 from remat._captures.walk import Survey
 from remat._errors import MutationError
 from remat._graph.meta import TensorMeta
+from remat._graph.values import Graph
 from remat._partition.analysis import bytes_of, forward_flops
 from remat._regions.protocol import Call
 from remat._regions.rules import bind_all, without_none
@@ -51,23 +52,45 @@ def run_as_it_is(function: Callable[[], _T], functions: Sequence[Any]) -> _T:
 
 
 def stage_of(link: Link, after: Sequence[TensorMeta]) -> Stage:
-    """A stage's cost and bytes; `after` is the metadata of the state that it makes."""
-    cost, record_bytes = _stage_costs(link)
-    before_bytes, after_bytes = (
-        sum(meta.size_bytes for meta in metas) for metas in (link.state, after)
+    """A stage's cost and bytes; `after` is the metadata of the state that the next one takes.
+
+    What that takes as it is returned is kept with all the memory behind it. Of the rest, a
+    copy is kept, and the record holds the memory.
+    """
+    cost, graph, saved, owners = _stage_costs(link)
+    made = [*zip(after, link.returned(), owners, strict=False)]
+    kept = {
+        each
+        for taken, meta, each in made
+        if each is not None and taken.stride == meta.stride
+    }
+    before_bytes = sum(meta.size_bytes for meta in link.state)
+    copied_bytes = sum(meta.size_bytes for meta, _, each in made if each not in kept)
+    return Stage(
+        cost,
+        state_bytes=before_bytes,
+        output_bytes=bytes_of(graph, kept) + copied_bytes,
+        record_bytes=bytes_of(graph, saved - kept),
     )
-    return Stage(cost, before_bytes, after_bytes, record_bytes)
 
 
 @once_a_region
-def _stage_costs(link: Link) -> tuple[int, int]:
-    """What a stage costs, by what it computes and writes, and the bytes of its record."""
+def _stage_costs(link: Link) -> tuple[int, Graph, set[int], list[int | None]]:
+    """What a stage costs, by what it computes and writes; what holds the memory of the rest.
+
+    That is those of its graph's values that are saved, and of each returned tensor the one
+    behind it, None where an operand is.
+    """
     stages = link.region.stages(link.roots)
     analysis, roots = stages.analysis, stages.analysis.roots
-    graph, own = analysis.joint.graph, {roots[k.index] for k in analysis.joint.outputs}
+    graph, outputs = analysis.joint.graph, analysis.joint.outputs
     written = bytes_of(graph, (k for k in analysis.forward if roots[k] == k))
-    record = bytes_of(graph, (k for k in stages.cut.saved if roots[k] not in own))
-    return forward_flops(analysis) + FLOPS_A_BYTE * written, record
+    owners = [
+        None if view.output is None else roots[outputs[view.output].index]
+        for view in link.region.every_view
+    ]
+    cost = forward_flops(analysis) + FLOPS_A_BYTE * written
+    return cost, graph, {roots[k] for k in stages.cut.saved}, owners
 
 
 @functools.lru_cache(maxsize=64)

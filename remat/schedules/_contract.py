@@ -21,7 +21,7 @@ class Stage:
     Attributes:
         cost: of running it forward, in any unit that all stages share.
         state_bytes: of the state that it takes.
-        output_bytes: of the state that it makes.
+        output_bytes: of the state that it makes, with the memory behind one that is a view.
         record_bytes: of what its backward reads beyond these two.
     """
 

@@ -9,8 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat import scan
-from remat.schedules import AbstractSchedule, Every, Revolve, Sqrt, Stage, replay
+from remat import chain, scan
+from remat.schedules import (
+    AbstractSchedule,
+    Budget,
+    Every,
+    Revolve,
+    Sqrt,
+    Stage,
+    replay,
+)
 from tests.layers.stacks import weight
 from tests.support import LiveBytes, count_operators, seeded, swept
 
@@ -150,3 +158,43 @@ def test_ten_thousand_steps(schedule: AbstractSchedule | None):
 
     carry.sum().backward()
     assert w.grad is not None
+
+
+WIDE = 64 * WIDTH  # columns, of which the next state has a few
+
+
+def narrowed(w: Tensor, h: Tensor) -> Tensor:
+    """A few columns of a wide state, whose backward reads all of them."""
+    return torch.tanh(h @ w)[:, :WIDTH]
+
+
+def chained(w: Tensor, x: Tensor, schedule: AbstractSchedule) -> Tensor:
+    """Each stage takes the columns as they lie."""
+    return chain([functools.partial(narrowed, w)] * 8, schedule=schedule)(x)
+
+
+def scanned(w: Tensor, x: Tensor, schedule: AbstractSchedule) -> Tensor:
+    """Each step takes a copy of them, without gaps."""
+    return scan(lambda h, _: (narrowed(w, h), None), x, length=8, schedule=schedule)[0]
+
+
+def rows_of(w: Tensor, x: Tensor, schedule: AbstractSchedule) -> Tensor:
+    """Outputs that the backward reads are stacked in the end, in memory of their own."""
+    return scan(
+        lambda h, _: (torch.sin(h), torch.tanh(h @ w)), x, length=8, schedule=schedule
+    )[1]
+
+
+@pytest.mark.parametrize("part", [0.4, *swept([0.7, 1.0])])
+@pytest.mark.parametrize("run", [chained, scanned, rows_of], ids=lambda f: f.__name__)
+def test_a_budget_counts_all_memory_that_waits(run: Any, part: float):
+    """That of views, and of outputs beside the state."""
+    w, x = seeded(WIDTH, WIDE).requires_grad_(), seeded(BATCH, WIDTH, seed=1)
+    limit = int(part * 8 * (BATCH * (WIDE + WIDTH)) * 8)
+    run(w, x, Budget(limit)).sum().backward()
+
+    with LiveBytes() as memory:
+        returned = run(w, x, Budget(limit))
+        held = memory.live - returned.untyped_storage().nbytes()
+
+    assert held <= limit
