@@ -7,11 +7,13 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
+import torch
 from torch import Tensor, nn
 
 from remat._calls.signature import Statics
 from remat._errors import (
     PolicyError,
+    TraceError,
     explain,
     refusal,
     require_choice,
@@ -239,6 +241,14 @@ def require_function(fun: Any) -> None:
             do="Decorate the method, as in `@remat` above `def forward`; wrap an "
             f"object, remat({fun.__name__}(...)); or give the modules of a model their "
             "regions with modules.apply.",
+        )
+    if isinstance(fun, torch.jit.TopLevelTracedModule):
+        raise TraceError.of(
+            where=f"remat({type(fun).__name__})",
+            what="is a module that torch.jit.trace has made.",
+            why="TorchScript's interpreter runs its forward, and hides its operators and "
+            "the gradients of its parameters from a region.",
+            do="Decorate the module from before torch.jit.trace.",
         )
     yields = inspect.isgeneratorfunction(fun) or inspect.isasyncgenfunction(fun)
     if yields or inspect.iscoroutinefunction(fun):

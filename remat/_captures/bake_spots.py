@@ -3,8 +3,9 @@
 import functools
 import threading
 import types
+import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast, final
 
@@ -298,4 +299,16 @@ def _rule_to_bake(value: object) -> Rule:
         base: Any = next(each for each in kind.__mro__ if each in _CONTAINERS)
         count: Any = len if own.__len__ is base.__len__ else base.__len__
         return Form("sized", (kind, count(value), count))
-    return Form("instance", (kind,))
+    found = cast("object", value)
+    is_told = contents.is_told_by_contents(found)
+    return (
+        Form("instance", (kind,)) if is_told else Form("object", (_leading_to(found),))
+    )
+
+
+def _leading_to(value: object) -> Callable[[], object]:
+    """A function that gives an object; it does not keep it alive, if it can."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value

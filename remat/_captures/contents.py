@@ -9,6 +9,8 @@ import contextlib
 import contextvars
 import functools
 import importlib.util
+import operator
+import struct
 import sys
 import threading
 import types
@@ -30,6 +32,7 @@ Content: TypeAlias = dict[Step, object]
 MOST_BYTES = 2**16
 # And a set up to this number of members.
 MOST_MEMBERS = 2**10
+_POINTER_BYTES = struct.calcsize("P")
 
 REGISTERED = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "child"}
 # Classes of the standard library whose instances hold the user's values. Others are internals,
@@ -49,6 +52,8 @@ _CONSTRUCTION = frozenset(
 )
 # Steps to a class as that of an object, whose contents are asked otherwise than a value's.
 AS_CLASS = frozenset({"type", "base"})
+# What a Python module has, or makes, that its namespace lacks (PEP 562).
+_LENDING = "__getattr__"
 # Set by a recording while it runs, and removed after it.
 WATCHERS = frozenset({"__getattribute__", "__setattr__"})
 
@@ -191,6 +196,12 @@ def _at(*steps: Step) -> "Look":
     return look_at
 
 
+def _of_getter(owner: object, _: set[str]) -> Content:
+    """Of what `operator` makes of simple values: its class, and these."""
+    reduced = owner.__reduce__()
+    return {("reduced", ""): reduced} if is_simple(reduced) else {}
+
+
 # Of regions, chains and tiled functions.
 _OF_WRAPPERS = frozenset(
     {"__wrapped__", "settings", "fs", "schedule", "pattern", "tiles", "reduce"}
@@ -204,7 +215,7 @@ def _of_wrapper(owner: object, _: set[str]) -> Content:
 
 def _of_namespace(owner: object, names: Set[str]) -> Content:
     held = attributes(owner)
-    return {("var", key): held[key] for key in held if key in names}
+    return {("var", key): held[key] for key in held if key in names or key == _LENDING}
 
 
 def of_class(owner: type, names: set[str]) -> Content:
@@ -261,7 +272,11 @@ _SORTS: tuple[tuple[type, Look], ...] = (
     (functools.partialmethod, _of_partial),
     (functools.singledispatchmethod, _at(("attr", "dispatcher"), ("attr", "func"))),
     (types.MethodType, _at(("attr", "__self__"), ("attr", "__func__"))),
-    (types.BuiltinFunctionType, _at(("attr", "__self__"))),
+    (types.BuiltinFunctionType, _at(("attr", "__self__"), ("attr", "__name__"))),
+    (types.MethodWrapperType, _at(("attr", "__self__"), ("attr", "__name__"))),
+    (operator.itemgetter, _of_getter),
+    (operator.attrgetter, _of_getter),
+    (operator.methodcaller, _of_getter),
     (property, _at(("attr", "fget"))),
     (staticmethod, _at(("attr", "__func__"))),
     (classmethod, _at(("attr", "__func__"))),
@@ -365,6 +380,33 @@ def is_compared(value: object) -> bool:
     if not is_simple(value) and _sort_of_type(kind) is _of_array:
         return ("bytes", "") in _of_array(value, set())
     return not (hasattr(kind, "__next__") or isinstance(value, _WEAK))
+
+
+# The modules whose objects hold no numbers: layers with one each share a trace.
+_WITHOUT_NUMBERS = frozenset({"logging", "_thread", "threading"})
+
+
+def is_told_by_contents(value: object) -> bool:
+    """Whether what the walk finds in an object tells it from others of its class.
+
+    It finds nothing in those that C code keeps to itself (a compiled function, a generator of
+    torch, what `operator.itemgetter` returns), and in the standard library's internals.
+    """
+    kind, look = type(value), look_for(value, ("item", 0))
+    if look is of_nothing or kind.__module__ in _WITHOUT_NUMBERS:
+        return True
+    if look is _of_wrapper or look is _of_getter:
+        return bool(look(value, set()))
+    if look is _of_object and _has_native_state(kind):
+        return False
+    return is_compared(value)
+
+
+@library.cached_weakly
+def _has_native_state(kind: type) -> bool:
+    """Whether the objects of a class hold more than attributes and slots, as pickling finds it."""
+    places = len(slots(kind)) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return kind.__basicsize__ > object.__basicsize__ + places * _POINTER_BYTES
 
 
 def hides_contents(value: object) -> bool:

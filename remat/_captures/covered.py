@@ -1,7 +1,8 @@
 """What is baked: spots and their rules, and what is made of them.
 
 A `Spot` says where to look (one step from another spot) and what must be true of what is found.
-Both are plain data that keep nothing of the user's alive but types, code and simple constants.
+Both are plain data that keep nothing of the user's alive but types, code, simple constants, and
+what shows nothing that it holds and cannot be referred to weakly.
 `clause` writes a rule as a Python expression. `Covered` joins these into one straight-line function
 that reads each common prefix once, and evaluates them one by one to say what differs.
 """
@@ -41,6 +42,8 @@ ABSENT = Equal(MISSING)
 # Of each form: what it says of a value `v`, as Python, and of a value that breaks it. Its fields
 # stand for themselves if they are whole numbers, and for constants otherwise; `t` is a local name.
 FORMS = {
+    # This object, which a function of no arguments gives.
+    "object": ("{0}() is {v}", "was another object"),
     # An object of exactly this class.
     "instance": ("type({v}) is {0}", "was a {0.__qualname__} and is {now}"),
     # A tensor of any class, likely of this one.

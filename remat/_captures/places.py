@@ -205,6 +205,7 @@ KINDS = {
     "import": Kind("__import__('sys').modules", "[{}]", "{}", "import"),
     "variable": Kind("in_context({})", "", "{}", "context variable"),
     "referent": Kind("{}()", "", "()"),
+    "reduced": Kind("{}.__reduce__()", "", ""),
     "behind": Kind("get_referents({})", "[{}]", ""),
     "members": Kind("frozenset({})", "", ""),
     "bytes": Kind("held_bytes({})", "", ""),
