@@ -382,8 +382,9 @@ def is_compared(value: object) -> bool:
     return not (hasattr(kind, "__next__") or isinstance(value, _WEAK))
 
 
-# The modules whose objects hold no numbers: layers with one each share a trace.
-_WITHOUT_NUMBERS = frozenset({"logging", "_thread", "threading"})
+# Where the classes stand of which layers with an object each share a trace: those of locks and
+# loggers hold no numbers, and ours are followed to what they wrap.
+_ALIKE = frozenset({"logging", "_thread", "threading", __name__.partition(".")[0]})
 
 
 def is_told_by_contents(value: object) -> bool:
@@ -393,7 +394,7 @@ def is_told_by_contents(value: object) -> bool:
     torch, what `operator.itemgetter` returns), and in the standard library's internals.
     """
     kind, look = type(value), look_for(value, ("item", 0))
-    if look is of_nothing or kind.__module__ in _WITHOUT_NUMBERS:
+    if look is of_nothing or kind.__module__.partition(".")[0] in _ALIKE:
         return True
     if look is _of_wrapper or look is _of_getter:
         return bool(look(value, set()))

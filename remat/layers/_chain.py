@@ -198,15 +198,17 @@ def _trace_chain(
     captured: dict[Tensor, int] = {}
     links: list[Link] = []
     described: list[Stage] = []
+    given = [True] * len(first)
 
     def add(region: AnyStage, around: _Around) -> _Around:
-        nonlocal metas
+        nonlocal metas, given
         args = (around(stand_ins(metas)),)
         link, entry = link_of(region, args, len(metas), captured)
         returned = link.returned()
         metas = [meta.of_result() for meta in returned]
         links.append(link)
-        described.append(_run_stack.stage_of(link, metas))
+        given = _run_stack.given_after(link, given)
+        described.append(_run_stack.stage_of(link, metas, given))
         return functools.partial(entry.result, roots=link.roots)
 
     around = add(stages[0].region, frame.around)

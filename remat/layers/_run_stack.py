@@ -51,21 +51,34 @@ def run_as_it_is(function: Callable[[], _T], functions: Sequence[Any]) -> _T:
     return returned
 
 
-def stage_of(link: Link, after: Sequence[TensorMeta]) -> Stage:
+def given_after(link: Link, given: Sequence[bool]) -> list[bool]:
+    """Which returned tensors the stack was given: those of its state that pass through."""
+    passed = [*given, *[False] * (len(link.region.operands) - link.num_state)]
+    return [
+        view.operand is not None and view.path is None and passed[view.operand]
+        for view in link.region.every_view
+    ]
+
+
+def stage_of(link: Link, after: Sequence[TensorMeta], given: Sequence[bool]) -> Stage:
     """A stage's cost and bytes; `after` is the metadata of the state that the next one takes.
 
     What that takes as it is returned is kept with all the memory behind it. Of the rest, a
-    copy is kept, and the record holds the memory.
+    copy is kept, and the record holds the memory. What the stack was `given` is held anyway.
     """
     cost, graph, saved, owners = _stage_costs(link)
-    made = [*zip(after, link.returned(), owners, strict=False)]
+    made = [*zip(after, link.returned(), owners, given, strict=False)]
     kept = {
         each
-        for taken, meta, each in made
+        for taken, meta, each, _ in made
         if each is not None and taken.stride == meta.stride
     }
     before_bytes = sum(meta.size_bytes for meta in link.state)
-    copied_bytes = sum(meta.size_bytes for meta, _, each in made if each not in kept)
+    copied_bytes = sum(
+        meta.size_bytes
+        for meta, _, each, is_given in made
+        if each not in kept and not is_given
+    )
     return Stage(
         cost,
         state_bytes=before_bytes,

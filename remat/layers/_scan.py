@@ -227,7 +227,10 @@ class _Scan(NamedTuple):
         link, entry = link_of(region, self._stand_ins(), count, captured)
         tensors = [*self.carry, *self.scanned, *captured]
         returned = link.returned()
-        stages = (_run_stack.stage_of(link, link.state),) * self.length
+        given = [True] * count
+        for _ in given:  # until each step leaves it as it is
+            given = _run_stack.given_after(link, given)[:count]
+        stages = (_run_stack.stage_of(link, link.state, given),) * self.length
         counts = count, len(self.scanned), len(returned) - count
         stack = Stack([link] * self.length, *counts, is_reversed=self.is_reversed)
         found = _run_stack.run_scheduled(stack, schedule, stages, tensors)

@@ -185,6 +185,36 @@ def rows_of(w: Tensor, x: Tensor, schedule: AbstractSchedule) -> Tensor:
     )[1]
 
 
+def with_memory(w: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A layer of a decoder: what it attends to passes through."""
+    h, memory = state
+    return torch.tanh(h @ w) + memory.mean(0), memory
+
+
+def chained_with_memory(w: Tensor, state: Any, schedule: AbstractSchedule) -> Tensor:
+    return chain([functools.partial(with_memory, w)] * 6, schedule=schedule)(state)[0]
+
+
+def scanned_with_memory(w: Tensor, state: Any, schedule: AbstractSchedule) -> Tensor:
+    step = functools.partial(with_memory, w)
+    return scan(lambda s, _: (step(s), None), state, length=6, schedule=schedule)[0][0]
+
+
+@pytest.mark.parametrize(
+    "run", [chained_with_memory, scanned_with_memory], ids=lambda f: f.__name__
+)
+def test_what_passes_through_is_not_counted_again(run: Any):
+    """The stack was given it: a budget for the rest records every stage."""
+    w = wide().requires_grad_()
+    state = seeded(BATCH, WIDTH), seeded(64 * BATCH, WIDTH, seed=1)
+    schedule = Budget(2 * 6 * STATE_BYTES)
+    run(w, state, schedule).sum().backward()
+
+    value = run(w, state, schedule).sum()
+
+    assert count_operators(value.backward)["aten.tanh"] == 0
+
+
 @pytest.mark.parametrize("part", [0.4, *swept([0.7, 1.0])])
 @pytest.mark.parametrize("run", [chained, scanned, rows_of], ids=lambda f: f.__name__)
 def test_a_budget_counts_all_memory_that_waits(run: Any, part: float):
