@@ -84,9 +84,9 @@ class Waiting(Tensor):
             like = torch.empty_strided(
                 sizes, stride, dtype=self.dtype, device=self.device
             )
-            return like.copy_(restored.view(sizes)).expand(shape)
+            return like.copy_(restored.reshape(sizes)).expand(shape)
         order = self.stride_order
-        permuted = restored.view([sizes[dim] for dim in order])
+        permuted = restored.contiguous().view([sizes[dim] for dim in order])
         back = [order.index(dim) for dim in range(len(order))]
         return permuted.permute(back).expand(shape)
 

@@ -355,6 +355,30 @@ class Unhashable(Silent):
     """One with `__eq__` and no `__hash__`."""
 
 
+@dataclass(frozen=True)
+class Columns(AbstractStorage):
+    """One that gives back a matrix in another order in memory."""
+
+    def store(self, value: Tensor, place: Place = FIRST) -> Stored:
+        if value.dim() != 2:
+            return Stored.whole(value)
+        return Stored((value.t().contiguous(),), lambda parts: parts[0].t())
+
+
+def test_what_comes_back_may_lie_otherwise_in_memory():
+    """Also where a view of the same numbers, of another shape, waits with it."""
+    x = torch.randn(2, 6, requires_grad=True)
+
+    def viewed(x: Tensor) -> Tensor:
+        y = x * 2
+        return (y.sin() * y.view(-1).cos().view(2, 6).exp()).sum()
+
+    policy = policies.everything_saveable.stored(Columns())
+    (found,) = torch.autograd.grad(remat(viewed, policy=policy)(x), x)
+
+    assert torch.equal(found, torch.autograd.grad(viewed(x), x)[0])
+
+
 def sines(x: Tensor) -> Tensor:
     """A named value, and one that reads it."""
     return checkpoint_name(x.sin(), "h").exp().sum()
