@@ -242,7 +242,7 @@ def require_function(fun: Any) -> None:
             f"object, remat({fun.__name__}(...)); or give the modules of a model their "
             "regions with modules.apply.",
         )
-    if isinstance(fun, torch.jit.TopLevelTracedModule):
+    if isinstance(fun, torch.jit.ScriptModule) and "_parameters" not in vars(fun):
         raise TraceError.of(
             where=f"remat({type(fun).__name__})",
             what="is a module that torch.jit.trace has made.",

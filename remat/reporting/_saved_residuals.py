@@ -7,6 +7,8 @@ from typing import Any
 from remat._calls.decorated import is_region, plain_region
 from remat._calls.residuals import Residual, residuals_of
 from remat._errors import show_type
+from remat._graph import operators
+from remat._graph.meta import TensorMeta
 from remat._partition.analysis import Analysis
 from remat._partition.cut import Cut, cut
 from remat.policies._sizes import show_size
@@ -57,8 +59,14 @@ def _read_across(analysis: Analysis) -> Cut:
         for use in values[index].uses
         if not values[use].is_backward
     }
-    made = sorted(index for index in read if index >= joint.graph.num_inputs)
-    saved = tuple(filter(analysis.is_saveable, made))
+    # Constants that the function makes, too: no region makes them again.
+    saved = tuple(
+        index
+        for index in sorted(read)
+        if index >= joint.graph.num_inputs
+        and isinstance(values[index].meta, TensorMeta)
+        and not operators.is_rng_state(values[index].op)
+    )
     operands = frozenset(index for index in read if index < joint.num_operands)
     return dataclasses.replace(whole, saved=saved, operands=operands)
 

@@ -22,7 +22,7 @@ from remat import (
     saved_residuals,
     storage,
 )
-from tests.support import seeded
+from tests.support import LiveBytes, seeded
 
 
 def block(x: Tensor, w: Tensor) -> Tensor:
@@ -163,6 +163,24 @@ def test_residuals_of_a_plain_function_with_regions() -> None:
         lambda x, w: block(torch.cos(block(x, w)), w).sum(), *args()
     )
     assert sum(r.size_bytes for r in residuals) < sum(r.size_bytes for r in whole)
+
+
+@pytest.mark.parametrize("is_region", [False, True], ids=["plain", "region"])
+def test_constants_that_a_plain_function_makes_are_held(is_region: bool) -> None:
+    """A region makes them again where it is one itself; what calls it holds them."""
+    times: Any = remat(torch.mul) if is_region else torch.mul
+
+    def scaled(x: Tensor) -> Tensor:
+        return times(x, torch.ones(4, 8) * 2).sum()
+
+    x = torch.randn(4, 8, requires_grad=True)
+    residuals = saved_residuals(scaled, x)
+    scaled(x)
+    with LiveBytes() as memory:
+        value = scaled(x)
+        held_bytes = memory.live - value.nbytes
+
+    assert sum(each.size_bytes for each in residuals if not each.path) == held_bytes
 
 
 def test_looking_changes_nothing() -> None:

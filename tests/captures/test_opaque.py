@@ -219,6 +219,6 @@ def test_what_a_python_module_makes_is_followed() -> None:
 def test_a_module_that_torch_has_traced_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        module = torch.jit.trace(nn.Linear(4, 4), torch.ones(3, 4))
+        module: Any = torch.jit.trace(nn.Linear(4, 4), torch.ones(3, 4))
     with pytest.raises(TraceError, match=r"torch.jit.trace has made.*Decorate the mod"):
         remat.remat(module)
