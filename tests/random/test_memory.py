@@ -16,6 +16,8 @@ from tests.support import in_turn
 COUNT = 1 << 22
 KEY = random.key(1)
 
+#: Of each implementation the one that takes the most.
+LARGEST = {"uniform", "integers 64", "bernoulli"}
 # Kernels are called below their operators, where the mode sees what they do.
 KERNELS: dict[str, tuple[Callable[[int], Tensor], int]] = {
     "uniform": (lambda n: _ops._uniform_op(KEY, [n], 0.0, 2.0, torch.float32), 1280),
@@ -49,7 +51,13 @@ def extra_kib(
     return (live.peak_bytes - size) / 1024, size / 1024
 
 
-@pytest.mark.parametrize(("kernel", "known"), KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize(
+    ("kernel", "known"),
+    [
+        pytest.param(*case, id=name, marks=() if name in LARGEST else pytest.mark.sweep)
+        for name, case in KERNELS.items()
+    ],
+)
 def test_without_torchs_kernels(
     kernel: Callable[[int], Tensor], known: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

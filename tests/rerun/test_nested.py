@@ -99,7 +99,7 @@ def test_constants_inside_are_those_of_the_trace_around(is_dynamic: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    "derive", [grad, torch.func.jacfwd], ids=["reverse", "forward"]
+    "derive", [torch.func.jacfwd, *swept([grad])], ids=["forward", "reverse"]
 )
 def test_constants_inside_under_two_levels(derive: Any) -> None:
     """A trace of a derivative knows what stands for them while the function first runs."""
