@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, final
 
 from torch import Tensor
 
@@ -25,6 +25,8 @@ from remat.layers._scheduled import scheduled
 from remat.layers._stack import Stack
 from remat.schedules import AbstractSchedule, Action, Stage
 from remat.schedules._replay import require_legal
+from remat.storage import Keep
+from remat.storage._contract import held_in
 
 _T = TypeVar("_T")
 
@@ -66,44 +68,66 @@ def stage_of(link: Link, after: Sequence[TensorMeta], given: Sequence[bool]) -> 
     What that takes as it is returned is kept with all the memory behind it. Of the rest, a
     copy is kept, and the record holds the memory. What the stack was `given` is held anyway.
     """
-    cost, graph, saved, owners = _stage_costs(link)
-    made = [*zip(after, link.returned(), owners, given, strict=False)]
+    costs = _costs_of(link)
+    made = [*zip(after, link.returned(), costs.owners, given, strict=False)]
     kept = {
         each
         for taken, meta, each, _ in made
         if each is not None and taken.stride == meta.stride
     }
-    before_bytes = sum(meta.size_bytes for meta in link.state)
     copied_bytes = sum(
         meta.size_bytes
         for meta, _, each, is_given in made
         if each not in kept and not is_given
     )
     return Stage(
-        cost,
-        state_bytes=before_bytes,
-        output_bytes=bytes_of(graph, kept) + copied_bytes,
-        record_bytes=bytes_of(graph, saved - kept),
+        costs.cost,
+        state_bytes=sum(meta.size_bytes for meta in link.state),
+        output_bytes=bytes_of(costs.graph, kept) + copied_bytes,
+        record_bytes=bytes_of(costs.graph, costs.saved - kept) + costs.stored_bytes,
     )
 
 
-@once_a_region
-def _stage_costs(link: Link) -> tuple[int, Graph, set[int], list[int | None]]:
-    """What a stage costs, by what it computes and writes; what holds the memory of the rest.
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Costs:
+    """What is known of a stage whatever comes after it."""
 
-    That is those of its graph's values that are saved, and of each returned tensor the one
-    behind it, None where an operand is.
-    """
+    cost: int  # by what it computes and writes
+    graph: Graph  # of its forward and backward
+    saved: frozenset[int]  # the values of the graph that wait as they are
+    stored_bytes: int  # of those that wait in another form
+    #: Of each returned tensor the value whose memory it is; None where an operand's.
+    owners: tuple[int | None, ...]
+
+
+@once_a_region
+def _costs_of(link: Link) -> _Costs:
     stages = link.region.stages(link.roots)
     analysis, roots = stages.analysis, stages.analysis.roots
     graph, outputs = analysis.joint.graph, analysis.joint.outputs
     written = bytes_of(graph, (k for k in analysis.forward if roots[k] == k))
-    owners = [
-        None if view.output is None else roots[outputs[view.output].index]
-        for view in link.region.every_view
-    ]
-    cost = forward_flops(analysis) + FLOPS_A_BYTE * written
-    return cost, graph, {roots[k] for k in stages.cut.saved}, owners
+    indices = stages.cut.saved
+    saved = {
+        (roots[k], storage)
+        for k, storage in zip(
+            indices, stages.storages or [Keep()] * len(indices), strict=True
+        )
+    }
+    return _Costs(
+        forward_flops(analysis) + FLOPS_A_BYTE * written,
+        graph,
+        frozenset(k for k, storage in saved if storage.keeps),
+        sum(
+            held_in(storage, cast("TensorMeta", graph.values[k].meta)).size_bytes
+            for k, storage in saved
+            if not storage.keeps
+        ),
+        tuple(
+            None if view.output is None else roots[outputs[view.output].index]
+            for view in link.region.every_view
+        ),
+    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from remat import chain, scan
+from remat.policies import everything_saveable
 from remat.schedules import (
     AbstractSchedule,
     Budget,
@@ -19,6 +20,7 @@ from remat.schedules import (
     Stage,
     replay,
 )
+from remat.storage import Cast
 from tests.layers.stacks import weight
 from tests.support import LiveBytes, count_operators, seeded, swept
 
@@ -213,6 +215,33 @@ def test_what_passes_through_is_not_counted_again(run: Any):
     value = run(w, state, schedule).sum()
 
     assert count_operators(value.backward)["aten.tanh"] == 0
+
+
+def test_a_budget_counts_a_record_as_it_is_stored():
+    """What fits in the storage's form is not recomputed."""
+    w = wide().requires_grad_()
+    policy = everything_saveable.stored(Cast(torch.float16))
+    schedule = Budget(
+        8 * 3 * STATE_BYTES
+    )  # of each step a state, three values, a quarter each
+
+    def value() -> Tensor:
+        carry, _ = scan(
+            lambda h, _: (step(w, h), None),
+            seeded(BATCH, WIDTH),
+            length=8,
+            schedule=schedule,
+            policy=policy,
+        )
+        return carry.sum()
+
+    value().backward()
+    with LiveBytes() as memory:
+        last = value()
+        held_bytes = memory.live
+
+    assert held_bytes <= 8 * 3 * STATE_BYTES
+    assert count_operators(last.backward)["aten.sin"] == 0
 
 
 @pytest.mark.parametrize("part", [0.4, *swept([0.7, 1.0])])
