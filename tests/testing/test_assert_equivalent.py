@@ -92,6 +92,10 @@ def other_structure(params, x):
     return {"y": block(params, x)["y"], "n": 4}
 
 
+def other_class(params, x):
+    return {"y": block(params, x)["y"], "n": 3.0}
+
+
 def in_single(params, x):
     return {"y": block(params, x)["y"].float(), "n": 3}
 
@@ -105,6 +109,10 @@ def changes_its_argument(params, x):
 
 def fails(params, x):
     raise RuntimeError("out of luck")
+
+
+def divides(params, x):
+    return 1 / 0
 
 
 def draws(params, x):
@@ -123,12 +131,14 @@ DIFFERENCES = {
         "the gradient of global `WEIGHT`: is missing in the sec",
     ),
     "structure": (other_structure, "under backward, the structure of the outputs: is "),
+    "class": (other_class, "under backward, the structure of the outputs: is "),
     "dtype": (
         in_single,
         "is float64[2, 3] in the first and float32[2, 3] in the second.",
     ),
     "mutation": (changes_its_argument, "argument `x` after the call (float64[2, 3])"),
     "error": (fails, "only the second function raises RuntimeError: out of luck"),
+    "an error of Python's": (divides, "only the second function raises ZeroDivision"),
     "generator": (draws, f"{name_of_generator()} after the call"),
 }
 
