@@ -300,10 +300,9 @@ def _rule_to_bake(value: object) -> Rule:
         count: Any = len if own.__len__ is base.__len__ else base.__len__
         return Form("sized", (kind, count(value), count))
     found = cast("object", value)
-    is_told = contents.is_told_by_contents(found)
-    return (
-        Form("instance", (kind,)) if is_told else Form("object", (_leading_to(found),))
-    )
+    if contents.is_told_by_contents(found):
+        return Form("instance", (kind,))
+    return Form("object", (_leading_to(found),))
 
 
 def _leading_to(value: object) -> Callable[[], object]:

@@ -390,8 +390,8 @@ _ALIKE = frozenset({"logging", "_thread", "threading", __name__.partition(".")[0
 def is_told_by_contents(value: object) -> bool:
     """Whether what the walk finds in an object tells it from others of its class.
 
-    It finds nothing in those that C code keeps to itself (a compiled function, a generator of
-    torch, what `operator.itemgetter` returns), and in the standard library's internals.
+    It finds nothing of what C code keeps to itself (a function of TorchScript, a generator of
+    torch), and in the standard library's internals.
     """
     kind, look = type(value), look_for(value, ("item", 0))
     if look is of_nothing or kind.__module__.partition(".")[0] in _ALIKE:
