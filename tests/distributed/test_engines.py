@@ -21,6 +21,8 @@ from tests.distributed import (
 from tests.storage.worlds import checks_in, run
 from tests.support import swept
 
+pytestmark = pytest.mark.apart
+
 #: How many ranks a world has, and what they check.
 World = tuple[int, tuple[Any, ...]]
 

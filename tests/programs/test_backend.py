@@ -17,6 +17,7 @@ from tests.support import daily, seeded, swept
 
 # Forward mode's first use compiles torch's own formulas with it.
 pytestmark = [
+    pytest.mark.apart,
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
