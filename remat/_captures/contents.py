@@ -384,7 +384,7 @@ def is_compared(value: object) -> bool:
 
 # Where the classes stand of which layers with an object each share a trace: those of locks and
 # loggers hold no numbers, and ours are followed to what they wrap.
-_ALIKE = frozenset({"logging", "_thread", "threading", __name__.partition(".")[0]})
+_ALIKE = frozenset({"logging", "_thread", __name__.partition(".")[0]})
 
 
 def is_told_by_contents(value: object) -> bool:

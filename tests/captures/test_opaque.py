@@ -54,6 +54,13 @@ def queued(number: float) -> "queue.Queue[float]":
     return found
 
 
+def raised() -> threading.Event:
+    """An event that has happened."""
+    found = threading.Event()
+    found.set()
+    return found
+
+
 #: Two objects of one class, and a function that they make differ.
 PAIRS: dict[str, tuple[Any, Any, Use]] = {
     "TorchScript": (scripted(2.0), scripted(5.0), lambda c, x: c(x)),
@@ -86,6 +93,11 @@ PAIRS: dict[str, tuple[Any, Any, Use]] = {
         lambda c, x: x * len(c.template),
     ),
     "queues": (queued(2.0), queued(5.0), lambda c, x: x * c.queue[0]),
+    "events": (
+        threading.Event(),
+        raised(),
+        lambda c, x: x * (5.0 if c.is_set() else 2.0),
+    ),
     "ctypes": (ctypes.c_double(2.0), ctypes.c_double(5.0), lambda c, x: x * c.value),
     "memory": (memoryview(b"2"), memoryview(b"5"), lambda c, x: x * c[0]),
     "texts": (io.StringIO("2"), io.StringIO("5"), lambda c, x: x * float(c.getvalue())),
@@ -171,6 +183,21 @@ def test_getters_of_the_same_are_one() -> None:
     for _ in range(3):
         region(operator.itemgetter(1), X)
     assert region.cache_info().misses == 1
+
+
+def test_schedules_are_told_apart_by_what_they_compare() -> None:
+    """Equal ones share a trace of what holds their stack."""
+
+    def held(schedule: Any) -> Any:
+        stack = remat.chain([torch.sin] * 4, schedule=schedule)
+        return remat.remat(lambda x: stack(x))
+
+    every = remat.schedules.Every
+    first, *others = regions = [held(every(2)), held(every(2)), held(every(3))]
+    first.cache_clear()  # that of the code
+    for region in regions:
+        region(X)
+    assert others[0].cache_info().misses == 2
 
 
 def test_locks_are_no_reason_for_another_trace() -> None:

@@ -221,9 +221,8 @@ def test_a_budget_counts_a_record_as_it_is_stored():
     """What fits in the storage's form is not recomputed."""
     w = wide().requires_grad_()
     policy = everything_saveable.stored(Cast(torch.float16))
-    schedule = Budget(
-        8 * 3 * STATE_BYTES
-    )  # of each step a state, three values, a quarter each
+    # Of each step a state, and three values of a quarter of their bytes each.
+    schedule = Budget(8 * 3 * STATE_BYTES)
 
     def value() -> Tensor:
         carry, _ = scan(

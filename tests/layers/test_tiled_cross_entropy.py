@@ -71,7 +71,7 @@ def twice(f: Any) -> Any:
     return torch.autograd.grad(squares.sum(), leaves)
 
 
-@pytest.mark.parametrize("reduction", ["mean", *swept(["sum", "none"])])
+@pytest.mark.parametrize("reduction", ["mean", "none", *swept(["sum"])])
 @pytest.mark.parametrize("options", [WORDS[0], WORDS[-1], *swept(WORDS[1:-1])], ids=str)
 def test_equals_the_formula(options: dict[str, Any], reduction: Any):
     def tiles(x: Tensor, head: Tensor) -> Tensor:

@@ -246,7 +246,6 @@ def test_a_generator_s_draws_run_uncompiled_and_say_so() -> None:
     torch.testing.assert_close(found, (y != 0) * 2 * x.cos())
 
 
-@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code")
 def test_lazy_negatives_and_conjugates() -> None:
     """Compiled kernels read memory, where their numbers do not lie; strides stay."""
@@ -263,7 +262,6 @@ def test_lazy_negatives_and_conjugates() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(parts(*given).sum(), given))
 
 
-@pytest.mark.sweep
 def test_a_cotangent_without_memory() -> None:
     """Zeros get some before a compiled kernel reads them."""
     x = seeded(3, 4).requires_grad_()

@@ -456,7 +456,6 @@ def test_a_region_traced_inside_of_one_of_open_sizes_serves_others() -> None:
     assert_close(second(around), second(lambda x, y: x.sin() * y))
 
 
-@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:.*in spite of dynamic_shapes")
 def test_a_tangent_inside_of_three_regions_for_other_cotangents() -> None:
     """One of its traces has zeros that nobody reads, for what has no tangent."""
