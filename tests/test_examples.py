@@ -129,6 +129,7 @@ for program, port in zip(sys.argv[1::2], sys.argv[2::2]):
 """
 
 
+@pytest.mark.apart
 def test_pages_and_programs_of_two_ranks(tmp_path: Path):
     """Likewise those that two processes run; their assertions are made on each rank."""
     texts = {page.stem: program_of(page) for page in OF_TWO_RANKS}

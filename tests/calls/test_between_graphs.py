@@ -12,6 +12,7 @@ from tests.calls.graphs import compiled
 from tests.support import assert_bitwise, assert_close, seeded
 
 pytestmark = [
+    pytest.mark.apart,
     pytest.mark.contract,
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -20,6 +20,7 @@ from remat import (
 from tests.support import assert_bitwise, in_turn, seeded
 
 pytestmark = [
+    pytest.mark.apart,
     pytest.mark.contract,
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -44,6 +44,7 @@ from tests.support import (
 )
 
 pytestmark = [
+    pytest.mark.apart,
     pytest.mark.contract,
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
