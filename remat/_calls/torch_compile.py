@@ -127,9 +127,10 @@ def _with_fixed_sizes(where: str, argument: Any) -> Any:
     """The argument with sizes that are numbers: the graph then holds for these alone."""
     if not isinstance(argument, Tensor):
         return _size_in_graph(where, argument)
-    if any(isinstance(size, torch.SymInt) for size in argument.shape):
-        return argument.expand([_size_in_graph(where, size) for size in argument.shape])
-    return argument
+    for layer in levels.layers(argument):
+        for size in layer.shape:
+            _size_in_graph(where, size)
+    return sizes.settled(argument)
 
 
 def _size_in_graph(where: str, symbol: Any) -> Any:

@@ -37,7 +37,7 @@ from remat._regions.run_backward import (
 from remat._regions.waiting import Waiting, store_inputs
 from remat._switches import blocks
 from remat._switches.numerics import Numerics
-from remat._torch import autograd, dynamo, guards, levels, tracer
+from remat._torch import autograd, dynamo, guards, levels, sizes, tracer
 from remat._torch.levels import dual_level_is_active
 
 
@@ -259,7 +259,10 @@ def _run_under_vmap(
     level = interpreter.level()
     region, roots = call.region, call.roots
     physical, dims = levels.unwrap_batched(tensors, level)
-    randomness = interpreter.randomness()
+    randomness, size = interpreter.randomness(), interpreter.batch_size()
+    if tracer.is_in_compiler():
+        # A graph of Dynamo's holds for these sizes, which a mapped argument has hidden.
+        physical, size = tuple(map(sizes.settled, physical)), sizes.number(size)
     is_repeated = randomness == "error" and region.states
     if is_repeated or level >= call.drawn_below:
         # Nothing new is drawn: the draws repeat those made outside this level.
@@ -279,7 +282,6 @@ def _run_under_vmap(
             return run(call, physical, save)
         pairs = zip(physical, map(levels.requires_grad_anywhere, physical), strict=True)
         metas = tuple(TensorMeta.of_whole(t, requires_grad=wants) for t, wants in pairs)
-        size = interpreter.batch_size()
         batch = Batch(size, randomness, dims, metas, is_tracked)
         batched = region.batched(roots, batch, save)
         below = call.of(batched.region)
@@ -446,7 +448,9 @@ def node_gradients(
             connected_below=connected_below(ctx.level, kept),
             drawn_below=min(call.drawn_below, ctx.level),
         )
-        found = bind(below, [*kept, *present])
+        # A graph of Dynamo's calls the node itself, outside of what told the forward.
+        with levels.dual_level_told():
+            found = bind(below, [*kept, *present])
     except RuntimeError as error:
         out_of_memory.note(error, "backward", call, [ctx])
         raise

@@ -170,10 +170,17 @@ def is_open(tensor: Tensor) -> bool:
 def number(symbol: Any) -> Any:
     """The number that a symbol of torch.compile stands for, which is then guarded.
 
-    Anything else is returned as it is. Obsolete, like the next function, when graphs may hold
+    Anything else is returned as it is. Obsolete, like the next two functions, when graphs may hold
     for all sizes.
     """
     return PLAIN[type(symbol)](symbol) if isinstance(symbol, SYMBOLIC) else symbol
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """The tensor with such numbers for its sizes."""
+    if not any(isinstance(size, torch.SymInt) for size in tensor.shape):
+        return tensor
+    return tensor.expand(tuple(map(number, tensor.shape)))
 
 
 def why_open(symbol: Any) -> str:
