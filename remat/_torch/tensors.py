@@ -5,7 +5,7 @@ Obsolete when it does.
 
 # pyright: reportPrivateUsage=false
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -53,6 +53,16 @@ ASK_FOR_HISTORY: dict[Any, str] = {
     cast("Any", Tensor.grad_fn).__get__: "grad_fn",
     cast("Any", Tensor._version).__get__: "_version",
     Tensor.storage_offset: "storage_offset()",
+    Tensor.is_conj: "is_conj()",
+    Tensor.is_neg: "is_neg()",
+}
+#: What may count from where the memory of its first argument begins, and which argument says so.
+COUNT_IN_MEMORY: dict[Any, int] = {
+    torch.as_strided: 3,
+    torch.as_strided_copy: 3,
+    torch.as_strided_scatter: 4,
+    Tensor.as_strided: 3,
+    Tensor.as_strided_scatter: 4,
 }
 # Whether autograd takes a tensor for a view.
 is_view: Callable[[Tensor], bool] = Tensor._is_view
@@ -60,6 +70,15 @@ is_view: Callable[[Tensor], bool] = Tensor._is_view
 is_without_memory: Callable[[Tensor], bool] = _Tensor._is_zerotensor
 # A number that no other living storage has.
 key_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+
+
+def counts_in_memory(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call counts from where the memory of its first argument begins."""
+    place = COUNT_IN_MEMORY.get(func)
+    if place is None:
+        return False
+    given = args[place] if len(args) > place else kwargs.get("storage_offset")
+    return given is not None
 
 
 def overrides_functions(kind: type[Tensor]) -> bool:

@@ -86,6 +86,11 @@ class Running:
         """Whether a tensor of the trace stands for an argument, or for a captured tensor."""
         return any(tensor is each for each in (*self.operands, *self.leaves))
 
+    def is_in_given_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor of the trace lies in the memory of such a stand-in."""
+        given = {tensors.storage_key(each) for each in (*self.operands, *self.leaves)}
+        return tensors.storage_key(tensor) in given
+
     def is_aside(self, args: Any) -> bool:
         """Whether all tensors of a call are states that a tracker handles."""
         if not trackers.registered:
@@ -327,6 +332,8 @@ class UserCalls(TorchFunctionMode):
             running.reshapes = running.reshapes or user_line()
         running.is_custom |= func is Tensor.register_hook  # pyright: ignore[reportUnknownMemberType]
         args, kwargs = trees.map_tensors(lift, (args, kwargs))
+        if tensors.counts_in_memory(func, args, kwargs):
+            refusals.require_own_memory(func, args[0], running.is_in_given_memory)
         args, kwargs, copies = arrays.copied(func, args, kwargs)
         if func == tensors.SET_DATA and not tensors.is_own_data(*args):
             raise refusals.sets_data(args[0])

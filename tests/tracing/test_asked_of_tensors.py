@@ -1,6 +1,7 @@
 """What a function asks of a tensor and no stand-in can tell: refused with its line."""
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -135,6 +136,8 @@ HISTORY: dict[str, Callable[[Tensor], Any]] = {
     "grad_fn": lambda x: x.grad_fn is None,
     "_version": lambda x: x._version == 0,
     "storage_offset": lambda x: x.storage_offset() == 0,
+    "is_conj": lambda x: x.is_conj(),
+    "is_neg": lambda x: x.is_neg(),
 }
 
 
@@ -151,11 +154,52 @@ def test_how_a_tensor_from_outside_came_to_be_is_told_of_another(asked: str) -> 
     with pytest.warns(RematWarning, match=line):
         remat(fun)(x[1])
     again = remat(fun, engine="rerun")
-    if asked in {"_version", "storage_offset"}:
+    if asked not in {"is_leaf", "grad_fn"}:
         assert_bitwise(again(x[1]), fun(x[1]))
     else:
         with pytest.warns(RematWarning, match=line):
             again(x[1])
+
+
+def _captured(x: Tensor, w: Tensor) -> Tensor:
+    return x * w.as_strided((2, 1), (1, 2), 2)
+
+
+COUNTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "an argument": lambda x: x.as_strided((3,), (1,), 2).sin(),
+    "a part of it": lambda x: x[1:].as_strided((3,), (1,), storage_offset=2).sin(),
+    "a function": lambda x: torch.as_strided(x, (3,), (1,), 2).sin(),
+    "a copy": lambda x: torch.as_strided_copy(x, (3,), (1,), 2).sin(),
+    "a write": lambda x: x.as_strided_scatter(x[:2].sin(), (2,), (1,), 3),
+    "captured": functools.partial(_captured, w=seeded(8)[3:]),
+}
+
+
+@pytest.mark.parametrize("fun", COUNTED.values(), ids=COUNTED)
+def test_where_a_tensor_from_outside_begins_in_its_memory_is_not_known(fun: Any):
+    """Its gradient would be put where that of another call is; a run again puts it right."""
+    whole = seeded(9)
+    line = r"test_asked_of_tensors\.py:\d+"
+    region: Any = remat(fun)
+    again: Any = remat(fun, engine="rerun")
+
+    with pytest.raises(TraceError, match=f"(?s){line}.*Leave out storage_offset"):
+        region(whole.requires_grad_()[2:])
+    found = torch.func.grad(lambda x: again(x[2:]).sum())(whole)
+    assert_bitwise(found, torch.func.grad(lambda x: fun(x[2:]).sum())(whole))
+
+
+def test_counting_from_the_first_element_or_in_memory_of_its_own():
+    """Needs no place in the memory of another."""
+
+    def fun(x: Tensor) -> Tensor:
+        return x[1:].as_strided((3,), (1,)) * (x * 2).as_strided((3,), (1,), 2)
+
+    whole = seeded(9)
+    region: Any = remat(fun)
+
+    found = torch.func.grad(lambda x: region(x[2:]).sum())(whole)
+    assert_bitwise(found, torch.func.grad(lambda x: fun(x[2:]).sum())(whole))
 
 
 def test_what_is_asked_by_the_package_itself_is_not_told():
