@@ -108,6 +108,17 @@ def is_called_by_torch() -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH_FILES)
 
 
+def is_asked_by_package() -> bool:
+    """Whether this package's own code called it, be it through torch's."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "__torch_function__":
+        frame = frame.f_back
+    asked = frame and frame.f_back
+    while asked is not None and asked.f_code.co_filename.startswith(_TORCH_FILES):
+        asked = asked.f_back
+    return asked is not None and asked.f_code.co_filename.startswith(_OWN_FILES)
+
+
 def is_asked_by_user() -> bool:
     """Whether what `__torch_function__` was called for stands in code that is the user's."""
     frame = inspect.currentframe()

@@ -1,10 +1,10 @@
 """Value numbers: which values of a graph are equal to the last bit.
 
-Two values with one *value number* are equal at run time to the last bit: the same
-operator on equal values and equal literals. Names and `detach` are gone before a graph is
-built; an operator that draws random numbers shares its number only with the redraws that
-read its own recorded generator state. This is the value numbering of compilers (Cocke and
-Schwartz, 1970), and what replaces tags on operators for nested regions.
+Two values with one *value number* are equal at run time to the last bit: the same operator on
+equal values and equal literals. Names are gone before a graph is built; an operator that draws
+random numbers shares its number only with the redraws that read its own recorded generator
+state. This is the value numbering of compilers (Cocke and Schwartz, 1970), and what replaces
+tags on operators for nested regions.
 """
 
 import dataclasses

@@ -20,6 +20,11 @@ TRANSPARENT = frozenset(
     {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 )
 
+#: In a graph, a `detach` of the user's, past which no gradient and no tangent flows.
+DETACHED: Any = _aten.detach.default
+#: In a graph, what was computed under `no_grad`: no gradient flows past it.
+UNRECORDED: Any = _aten.alias.default
+
 #: Refuses a lazy conjugate. A trace of `x.real` has it, as what stands for `x` is not one.
 AS_REAL: Any = _aten.view_as_real.default
 
@@ -90,6 +95,11 @@ def viewed(value: ValueLike) -> int | None:
     is_op = isinstance(value.op, schemas.OpOverload)
     is_view = is_op and value.args and returns_view(value.op)
     return getattr(value.args[0], "index", None) if is_view else None
+
+
+def ends_gradient(value: ValueLike) -> bool:
+    """Whether a value is another one, for all but its derivatives."""
+    return value.op in (DETACHED, UNRECORDED)
 
 
 def _has_view_schema(op: Any) -> bool:

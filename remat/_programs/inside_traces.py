@@ -76,18 +76,35 @@ def _run_inside_trace(
         is_own = stream in ("", streams.UNKNOWN)
         out = device_states.STATE(*args) if is_own else streams.STATE(stream)
     else:
-        op = by_places.replaced(value, values, is_mapped=levels.is_mapped())
+        op = _ENDS.get(value.op) or by_places.replaced(
+            value, values, is_mapped=levels.is_mapped()
+        )
         out = _of_its_dtype(value, values, _run(op, args, dict(kwargs)))
     if operators.draws(value):
         _require_one_draw(value, [*traced.nodes][before:])
     note = importing.Note(
         value.source,
-        value.function,
+        _FUNCTIONS.get(value.op, value.function),
+        is_recorded=value.op is not operators.UNRECORDED,
         stream=_stream_around(value),
         rank=value.rank if value.is_repeat else -1,
     )
     importing.annotate(traced, before, note)
     return out
+
+
+def _without_gradient(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        # `alias` would share the tangent, with its gradient.
+        return tensor.expand_as(tensor)
+
+
+#: How a gradient ends in an outer trace, and the function that this is noted as.
+_ENDS: dict[Any, Callable[[Tensor], Tensor]] = {operators.UNRECORDED: _without_gradient}
+_FUNCTIONS: dict[Any, str] = {
+    operators.DETACHED: "detach",
+    operators.UNRECORDED: importing.UNRECORDED,
+}
 
 
 def _of_its_dtype(value: Value, values: Sequence[Value], found: Any) -> Any:

@@ -311,6 +311,8 @@ class _ProgramWriter:
             return f"v{value.args[0].index}[{value.args[1]}]"
         if value.op is operators.constant:
             return self._bind("constant", value.args[0])
+        if operators.ends_gradient(value):
+            return f"v{value.args[0].index}"
         arguments = [self._literal(argument) for argument in value.args]
         arguments += [f"{key}={self._literal(each)}" for key, each in value.kwargs]
         op = self._bindings.get(index, value.op)

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from remat._graph import operators
+from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.numbering import same_outputs
-from remat._graph.values import Graph, Ref, prune
+from remat._graph.values import Graph, Ref, Value, prune
 from remat._partition.cut import backward_graph, cut, forward_graph
 from remat._partition.peak import peaks_of
 from remat._partition.stages import Stages
-from remat._regions.derived_forwards import moved_outputs
 from remat._regions.forwards import Forward
 from remat._regions.functions import Function, Roots, if_derivable
 from remat._regions.protocol import Call, Opened
@@ -41,20 +41,17 @@ def is_differentiated_alike(
     much without them.
     """
     joint = stages.joint
-    # To a value that the function detached, a gradient flows in the program. Any operand may have
-    # a tangent, a gradient only those that are differentiated.
-    moves = None if is_pushed else [meta.requires_grad for meta in operands]
-    is_detached = not all(
-        joint.differentiable[k] for k in moved_outputs(forward, moves)
-    )
-    if is_detached or forward.storages or forward.placements:
+    if is_pushed and not _shows_its_ends(joint):
+        return False
+    if forward.storages or forward.placements:
         return False
     repeats = any(value.rank >= 0 for value in joint.graph.values)
     is_bounded = not forward.shape[2] or bool(joint.policies - {policy})
     is_own = joint.is_custom or (repeats and is_bounded)
     if is_own or joint.mutations or joint.states:
         return False
-    program = function.of_program(forward_graph(joint, ())[0])
+    graph = with_ends(forward_graph(joint, ())[0], joint.differentiable)
+    program = function.of_program(graph)
     again = if_derivable(
         lambda: program.traced(roots, operands, (), cotangents=joint.layout)
     )
@@ -65,6 +62,45 @@ def is_differentiated_alike(
         for each in (joint, again[0])
     )
     return same_outputs(own, of_program)
+
+
+def _shows_its_ends(joint: Joint) -> bool:
+    """Whether the program shows why an output has no gradient, which its tangents may have.
+
+    Any operand may have a tangent, also one that does not require grad.
+    """
+    values, reached, ended = (
+        joint.graph.values,
+        {*range(joint.num_operands)},
+        set[int](),
+    )
+    for index, value in enumerate(values):
+        if operators.ends_gradient(value):
+            ended.update(value.uses)
+        elif not reached.isdisjoint(value.uses):
+            reached.add(index)
+    metas = joint.graph.metas(joint.outputs)
+    rows = zip(joint.outputs, metas, joint.differentiable, strict=True)
+    return all(
+        is_followed or not meta.is_differentiable or ref.index not in reached - ended
+        for ref, meta, is_followed in rows
+    )
+
+
+def with_ends(graph: Graph, flows: Sequence[bool]) -> Graph:
+    """The program of a forward, with gradients that end at outputs to which none flows."""
+    values, outputs = [*graph.values], [*graph.outputs]
+    for place, (ref, is_followed) in enumerate(zip(outputs, flows, strict=False)):
+        meta = None if ref is None else values[ref.index].meta
+        if (
+            is_followed
+            or not isinstance(meta, TensorMeta)
+            or not meta.is_differentiable
+        ):
+            continue
+        outputs[place] = Ref(len(values))
+        values.append(Value(operators.UNRECORDED, (ref,), meta=meta))
+    return dataclasses.replace(graph, values=tuple(values), outputs=tuple(outputs))
 
 
 def _bound_more(own: Stages, whole: Stages) -> bool:

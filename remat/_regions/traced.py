@@ -59,6 +59,7 @@ from remat._regions.opening import (
     operands_of,
     reads_constants,
     unmapped_outputs,
+    with_ends,
 )
 from remat._regions.protocol import Asked, Batched, Opened, Pushed
 from remat._switches.numerics import Numerics
@@ -247,7 +248,8 @@ class TracedRegion:
         program, (num_outputs, _, num_saved, _) = forward.program, forward.shape
         if self.keeps and not num_saved:
             return Opened(self, None)
-        function = self.function.of_program(program.graph)
+        graph = with_ends(program.graph, forward.flows or ())
+        function = self.function.of_program(graph)
         operands = operands_of(program.graph, wants)
         gradients = any(meta.requires_grad for meta in operands)
 

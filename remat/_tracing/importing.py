@@ -1,8 +1,7 @@
 """torch.fx graph -> this package's values.
 
-What changes: `detach` and `alias` are removed (autograd puts them everywhere, and a program is
-never differentiated operator by operator), marks become names, in-place operators become
-pure ones, a write to an operand becomes a mutation, and the generator's state is recorded
+What changes: of `detach` and `alias`, which autograd puts everywhere, those stay that end a gradient
+of the user's function; marks become names, in-place operators become pure ones, a write to an operand becomes a mutation, and the generator's state is recorded
 before each draw of the forward. Everything else stays as it was traced.
 """
 
@@ -48,6 +47,10 @@ _NORMS_OF_TRAINING = frozenset(
 )
 
 
+# The function that the note of such a node has.
+UNRECORDED = "no_grad"
+
+
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
@@ -57,6 +60,7 @@ class Note:
     function: str  # the torch function that was called
     is_backward: bool = True  # whether that was in the backward
     in_place: bool = False  # whether it wrote to an argument
+    is_recorded: bool = True  # whether it was called outside of `no_grad`
     #: Whose numbers a draw takes; None is for the generator to say.
     stream: str | None = None
     rank: int = -1  # of a step that a backward program repeats, as in `Value`; else -1
@@ -204,6 +208,7 @@ class Imported:
 
     def _output(self, ref: Ref | None) -> Ref | None:
         # Zeros without memory get some: forward mode cannot give them a tangent.
+        ref = self._followed(ref)
         if ref is None:
             return None
         value = self.values[ref.index]
@@ -224,17 +229,32 @@ class Imported:
             self.env[node] = (
                 number if is_exact else Computed(target, self._resolve(args))
             )
-        elif target in operators.TRANSPARENT:
+        elif target in operators.TRANSPARENT or _is_end(node):
             self.env[node] = self.env[args[0]]
+            self._end_gradient(node)
         elif target is naming.MARK:
-            self._name(self.env[args[0]], args[1])
+            self._name(self._followed(self.env[args[0]]), args[1])
         elif target is _aten.copy_.default and args[0] in self.inputs:
-            self.mutations[self.inputs[args[0]]] = self.env[args[1]]
-            self.env[node] = self.env[args[1]]
+            new = self._followed(self.env[args[1]])
+            self.mutations[self.inputs[args[0]]] = self.env[node] = new
         elif target is device_states.SWAP or operators.is_rng_state(target):
             self._set_state(node, args)
         else:
             self._operator(node, self._resolve(args), dict(self._resolve(kwargs)))
+            self._end_gradient(node)
+
+    def _end_gradient(self, node: fx.Node) -> None:
+        """Has what reads a node's value see no gradient, where the function's do not."""
+        op, ref = _end_of_gradient(node), self.env.get(node)
+        meta = self.values[ref.index].meta if op and isinstance(ref, Ref) else None
+        if isinstance(meta, TensorMeta) and meta.is_differentiable:
+            self._add(node, op, (self._followed(ref),), {})
+
+    def _followed(self, ref: Any) -> Any:
+        """What a value is that ends a gradient: as a number, as a name's and as an output."""
+        while isinstance(ref, Ref) and operators.ends_gradient(self.values[ref.index]):
+            ref = self.values[ref.index].args[0]
+        return ref
 
     def _operator(
         self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -353,7 +373,8 @@ class Imported:
     def _with_statistics(self, node: fx.Node, args: tuple[Any, ...]) -> None:
         self._add(node, statistics.FUNCTIONAL_OF[node.target], args, {})
         made: Ref = self.env[node]
-        written: tuple[Ref, ...] = tuple(args[place] for place in statistics.PLACES)
+        given = [self._followed(args[place]) for place in statistics.PLACES]
+        written: tuple[Ref, ...] = tuple(given)
         metas = tuple(self.values[old.index].meta for old in written)
         value = self.values[made.index]
         assert isinstance(value.meta, tuple), "an operator with several outputs"
@@ -371,7 +392,7 @@ class Imported:
             operands.append(old.index)
         self.mutations |= dict.fromkeys(operands, new)
         for node, ref in self.env.items():
-            if ref == old:
+            if self._followed(ref) == old:
                 self.env[node] = new
 
     def _add(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> None:
@@ -429,6 +450,22 @@ def _detaches(node: fx.Node) -> bool:
     if node.target is _aten.detach.default:
         return function not in ("", "grad")
     return node.target is _aten.alias.default and function == "detach"
+
+
+def _is_end(node: fx.Node) -> bool:
+    """Whether a node is an end of a program that was run (see `inside_traces`)."""
+    return "remat" in node.meta and node.meta["remat"].function == UNRECORDED
+
+
+def _end_of_gradient(node: fx.Node) -> Any:
+    """The operator by which a gradient ends at a node; None where it goes on."""
+    note: Note | None = node.meta.get("remat")
+    if note is None:
+        return None
+    # Autograd detaches the results that it saves, as part of what makes them.
+    if note.function == "detach" and node.target in operators.TRANSPARENT:
+        return operators.DETACHED
+    return None if note.is_recorded else operators.UNRECORDED
 
 
 def cut_outputs(graph: fx.Graph) -> tuple[bool, ...]:

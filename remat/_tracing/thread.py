@@ -36,7 +36,7 @@ from remat._torch.fakes import is_fake, is_fake_of, wraps_fakes
 from remat._tracing import arrays, importing, naming, refusals, taken_functions
 from remat._tracing.caught import Raised
 from remat._tracing.indexing import LookUps
-from remat._user_lines import user_line
+from remat._user_lines import is_asked_by_package, user_line
 from remat.policies._by_op import function_name
 
 
@@ -351,7 +351,11 @@ class UserCalls(TorchFunctionMode):
             running.shared += [(each, out) for each in copies]
         refusals.require_no_gradient_inside(func, args, kwargs, out)
         if len(graph.nodes) > before:
-            note = importing.Note(user_line(), function_name(func), is_backward=False)
+            note = importing.Note(
+                *(user_line(), function_name(func)),
+                is_backward=False,
+                is_recorded=torch.is_grad_enabled() or is_asked_by_package(),
+            )
             importing.annotate(graph, before, note)
         running.fakes.extend(
             weakref.ref(each) for each in trees.tensor_leaves(out) if is_fake(each)

@@ -1,0 +1,147 @@
+"""Law 14 where a gradient ends in the function: by `detach`, or under `no_grad`.
+
+An opened program ends it there too, so that such functions recompute no more than others.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, jvp
+
+from remat import policies, remat
+from tests.laws.derivatives import TORCH
+from tests.laws.nests import NESTS
+from tests.support import (
+    ALIASING,
+    assert_close,
+    count_operators,
+    daily,
+    seeded,
+    swept,
+)
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.filterwarnings("ignore:.*saves no memory:remat.RematWarning"),
+    # Forward mode itself compiles decompositions with torch.jit.script.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+]
+
+P = (seeded(4, 4), seeded(4, 4, seed=1))
+X = seeded(3, 4, seed=2)
+
+Weights = tuple[Tensor, Tensor]
+
+
+def detached(p: Weights, x: Tensor) -> Tensor:
+    """As the weight of a loss, the target of another one, or a running scale."""
+    y = (x @ p[0]).tanh()
+    return y * (y @ p[1]).detach()
+
+
+def unrecorded(p: Weights, x: Tensor) -> Tensor:
+    """A part that is computed under `no_grad`, in several steps."""
+    y = (x @ p[0]).tanh()
+    with torch.no_grad():
+        scale = (y @ p[1]).sigmoid()
+        scale = scale * y
+    return y * scale
+
+
+def straight_through(p: Weights, x: Tensor) -> Tensor:
+    """As whoever quantizes does: rounded values with the gradient of the others."""
+    h = x @ p[0]
+    return ((h + (h.round() - h).detach()) @ p[1]).tanh()
+
+
+def part_of_it(p: Weights, x: Tensor) -> Tensor:
+    """A view of what is detached, and of that a view."""
+    y = x @ p[0]
+    return y.sin() * y.mT.detach()[1:2].mT
+
+
+def returned(p: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Beside the result what is logged of it."""
+    y = (x @ p[0]).tanh()
+    return (y @ p[1]).sin(), y.detach()
+
+
+def returned_unrecorded(p: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same under `no_grad`, whose tangents go on."""
+    y = (x @ p[0]).tanh()
+    with torch.no_grad():
+        size = y.square()
+    return (y @ p[1]).sin(), size
+
+
+FUNCTIONS: dict[str, Callable[[Weights, Tensor], Any]] = {
+    each.__name__: each
+    for each in (
+        *(detached, unrecorded, straight_through, part_of_it),
+        *(returned, returned_unrecorded),
+    )
+}
+
+
+def summed(out: Any) -> Tensor:
+    """What is differentiated: all that is returned, so that what ends shows."""
+    outputs = out if isinstance(out, tuple) else (out,)
+    return sum(torch.sin(each) for each in outputs)  # pyright: ignore[reportReturnType]
+
+
+def in_nest(nest: str, fun: Callable[..., Any]) -> Callable[[], Any]:
+    """A nest of transforms of a function."""
+    return lambda: NESTS[nest](TORCH, lambda p, x: summed(fun(p, x)), P, X)
+
+
+NESTED = ("grad(grad)", "jvp(grad)", "grad(vmap(grad))", "grad(grad(grad))")
+CASES = [(name, nest) for name in FUNCTIONS for nest in NESTED]
+DAILY = [case for case in CASES if case[1] == "grad(grad)" or case[0] == "returned"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*DAILY, *swept(case for case in CASES if case not in DAILY)],
+    ids=" ".join,
+)
+def test_no_more_of_a_kind_than_plain_torch(case: tuple[str, str]) -> None:
+    """Where everything is saved; and the numbers are those of plain torch."""
+    name, nest = case
+    plain = in_nest(nest, FUNCTIONS[name])
+    run = in_nest(nest, remat(FUNCTIONS[name], policy=policies.everything_saveable))
+
+    assert_close(run(), plain())
+
+    found, most = count_operators(run), count_operators(plain)
+    more = {kind: (n, most[kind]) for kind, n in found.items() if n > most[kind]}
+    assert more.keys() <= ALIASING | {"aten.clone", "aten.zeros_like"}, more
+
+
+INSIDE = [policies.everything_saveable, policies.nothing_saveable]
+
+
+def of_tangents(fun: Callable[..., Any]) -> Tensor:
+    """The gradient of a tangent, which goes on by what `detach` and `no_grad` do to it."""
+
+    def tangent(w: Tensor) -> Tensor:
+        step = (w.cos(), X.sin())
+        return jvp(lambda w, x: summed(fun((w, P[1]), x)).sum(), (w, X), step)[1]
+
+    return grad(tangent)(P[0])
+
+
+@pytest.mark.parametrize("fun", daily(FUNCTIONS, ["unrecorded", "returned"]))
+@pytest.mark.parametrize("inside", INSIDE, ids=repr)
+@pytest.mark.parametrize("around", [True, False], ids=["nested", "alone"])
+def test_the_gradient_of_a_tangent(fun: Any, inside: Any, around: bool) -> None:
+    """Also through a region inside of another one, whose program is run in that one's trace."""
+    region: Any = remat(fun, policy=inside)
+    if around:
+        inner = region
+        region = remat(lambda p, x: inner(p, x), policy=policies.everything_saveable)
+
+    for _ in range(2):
+        assert_close(of_tangents(region), of_tangents(fun))
