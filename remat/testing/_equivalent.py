@@ -281,7 +281,7 @@ def _require_equal_results(one: _Result, other: _Result, where: str) -> None:
         )
     for label, (expected, exact) in one.rows.items():
         require_same(expected, other.rows[label][0], label, where, exact=exact)
-    for label in one.after.keys() & other.after.keys():
+    for label in filter(other.after.__contains__, one.after):
         require_same(one.after[label], other.after[label], label, where, exact=True)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -15,7 +16,7 @@ from remat._errors import require_callable
 from remat._generators import device_states
 from remat._torch import trees
 from remat._torch.modules import called_with
-from remat._torch.tensors import storage_key
+from remat._torch.tensors import same_bits, storage_key
 from remat._tracing.arguments import labels
 from remat.testing._named_transforms import is_differentiable
 
@@ -23,10 +24,40 @@ AFTER = " after the call"
 _GRADIENT = "the gradient of"
 
 
-def captured(*functions: Callable[..., Any]) -> dict[str, Tensor]:
-    """The tensors that functions reach, by their path in words."""
-    survey = Survey(tuple(map(inspect.unwrap, functions)))
-    return {str(node.label): node.value for node, *_ in survey.tensors.values()}
+def _told_apart(labels: Iterable[str]) -> tuple[str, ...]:
+    """Labels, each with its number where it comes again: two closures of one function."""
+    counts: Counter[str] = Counter()
+    found: list[str] = []
+    for label in labels:
+        counts[label] += 1
+        found.append(f"{label} ({counts[label]})" if counts[label] > 1 else label)
+    return tuple(found)
+
+
+def _captured(function: Callable[..., Any]) -> dict[str, Tensor]:
+    """The tensors that a function reaches, by their path in words."""
+    nodes = [node for node, *_ in Survey((function,)).tensors.values()]
+    names = _told_apart(str(node.label) for node in nodes)
+    return {name: node.value for name, node in zip(names, nodes, strict=True)}
+
+
+def _paired(
+    one: Mapping[str, Tensor], two: Mapping[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Each tensor of one function with what it is in the other: itself, or its namesake there.
+
+    A namesake that only one of the two has a gradient for is none.
+    """
+    shared = {*map(id, one.values())} & {*map(id, two.values())}
+    own = {(k, t.requires_grad): t for k, t in two.items() if id(t) not in shared}
+    return {
+        k: (t, t if id(t) in shared else own.get((k, t.requires_grad), t))
+        for k, t in one.items()
+    }
+
+
+def _is_copy(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.device == other.device and same_bits(one, other))
 
 
 def _copied_leaf(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
@@ -58,7 +89,7 @@ class RepeatedCall:
             require_callable("the functions to compare", each)
         self.leaves, self.spec = trees.flatten((args, dict(kwargs)))
         names = labels(functions[0], args, kwargs)
-        self.labels = tuple(f"argument `{name}`" for name in names)
+        self.labels = _told_apart(f"argument `{name}`" for name in names)
         places = [k for k, leaf in enumerate(self.leaves) if is_differentiable(leaf)]
         # Differentiated is what requires grad if anything does, else every floating leaf;
         # of one tensor given twice, the first.
@@ -67,7 +98,16 @@ class RepeatedCall:
         self.wanted = tuple(sorted(firsts.values()))
         self.gradient_labels = [f"{_GRADIENT} {self.labels[k]}" for k in self.wanted]
         self._tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self._second = functions[1]
         self._functions = tuple(map(inspect.unwrap, functions))
+        one, two = map(_captured, self._functions)
+        self._pairs = _paired(one, two)
+        # Under these labels both hold one tensor or, as copies of a module, equal ones.
+        self._common = {
+            label
+            for label, pair in self._pairs.items()
+            if two.get(label) is pair[1] and _is_copy(*pair)
+        }
         self._survey = Survey(self._functions)
         self._numbers = [(each, each.detach().clone()) for each in self._survey.reached]
         homes = {each.device for each in (*self._tensors, *self._survey.reached)}
@@ -84,10 +124,9 @@ class RepeatedCall:
         """What plain autograd differentiates, leaves and captured tensors, by its gradient."""
         leaves = [leaf.requires_grad_() for leaf in flat.wanted]
         found = dict(zip(self.gradient_labels, leaves, strict=True))
-        own = captured(flat.function)
-        for label, tensor in captured(self._functions[0]).items():
-            if tensor.requires_grad:
-                found[f"{_GRADIENT} {label}"] = own.get(label, tensor)
+        for label, pair in self._pairs.items():
+            if pair[0].requires_grad:
+                found[f"{_GRADIENT} {label}"] = pair[flat.function is self._second]
         return found
 
     @contextlib.contextmanager
@@ -99,13 +138,23 @@ class RepeatedCall:
             torch.set_rng_state(self._cpu)
             try:
                 yield flat
-                flat.after = self._state_after(leaves)
+                flat.after = self._state_after(function, leaves)
             finally:
                 self._survey.restore(self._numbers)
 
-    def _state_after(self, leaves: Sequence[Any]) -> dict[str, Tensor]:
-        """What is now in the tensors that either function reaches, and in the generators."""
-        found = captured(*self._functions)
+    def _state_after(
+        self, function: Callable[..., Any], leaves: Sequence[Any]
+    ) -> dict[str, Tensor]:
+        """What is now in the tensors that either function reaches, and in the generators.
+
+        Under a label that both have in common, it is what the one holds that has run.
+        """
+        one, two = map(_captured, self._functions)
+        of_second = {
+            label if label in self._common else f"{label} of the second function": each
+            for label, each in two.items()
+        }
+        found = one | of_second if function is self._second else of_second | one
         found["the default generator"] = torch.get_rng_state()
         for device in filter(device_states.has, self._devices):
             if device.type != "cpu":
@@ -166,7 +215,7 @@ class FlatFunction:
         self.rest = frame.spec, frame.statics
         pairs = trees.leaves_with_path(result)
         paths = [path for path, leaf in pairs if isinstance(leaf, Tensor)]
-        self.labels = tuple(
+        self.labels = _told_apart(
             f"output `{'.'.join(path)}`" if path else "the output" for path in paths
         )
         return tuple(tensors)

@@ -190,6 +190,62 @@ def test_a_second_derivative_is_compared():
         check(seeded(3))
 
 
+def product_with(weight):
+    return lambda x: x @ weight
+
+
+def detached_product_with(weight):
+    return lambda x: x @ weight.detach()
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_captured_tensors_of_one_label_are_told_apart(lost):
+    """Closures of one factory: the gradient of each is compared."""
+    weights = [seeded(3, 3, seed=k).requires_grad_() for k in range(3)]
+    whole = [product_with(weight) for weight in weights]
+    parts = [*whole]
+    parts[lost] = detached_product_with(weights[lost])
+
+    def summed(terms):
+        return lambda x: sum(term(x).sin() for term in terms)
+
+    number = f" ({lost + 1})" if lost else ""
+    text = f"the gradient of closure variable `weight`{number}: is missing in the sec"
+    with pytest.raises(NotEquivalentError) as caught:
+        assert_equivalent(summed(whole), summed(parts))(seeded(2, 3))
+    assert text in str(caught.value)
+    # Met in another order they are the same tensors.
+    found = assert_equivalent(summed(whole), summed(whole[::-1]))(seeded(2, 3))
+    assert found.excused == ()
+
+
+def doubled(x):
+    return x * 2
+
+
+@pytest.mark.parametrize("place", range(2))
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (doubled, "output `a.b`"),
+        (TwiceTheGradient.apply, "the gradient of argument `x.a.b`"),
+    ],
+)
+def test_leaves_of_one_label_are_told_apart(place, change, what):
+    """Keys with a dot in them: each output and each gradient is compared."""
+    changes = [torch.clone, torch.clone]
+    changes[place] = change
+
+    def fun(x, first=torch.clone, second=torch.clone):
+        return {"a.b": first(x["a.b"]), "a": {"b": second(x["a"]["b"])}}
+
+    check = assert_equivalent(fun, lambda x: fun(x, *changes), transforms=["backward"])
+    with pytest.raises(NotEquivalentError) as caught:
+        check({"a.b": seeded(3), "a": {"b": seeded(3, seed=1)}})
+
+    assert f"{what}{' (2)' if place else ''} (float64[3])" in str(caught.value)
+
+
 def nudged(x):
     """The sine, one bit off."""
     y = x.sin()
@@ -312,6 +368,82 @@ def test_a_buffer_changed_twice_is_found():
 
     with pytest.raises(NotEquivalentError, match="after the call"):
         assert_equivalent(plain, twice, transforms=["backward"])(torch.randn(4, 3))
+
+
+class TwiceCounted(nn.BatchNorm1d):
+    """Counts each batch twice."""
+
+    def forward(self, input):
+        super().forward(input)
+        return super().forward(input)
+
+
+class Rebound(nn.BatchNorm1d):
+    """Counts in new tensors, not in its own."""
+
+    def forward(self, input):
+        self.num_batches_tracked = torch.tensor(1)
+        return nn.functional.batch_norm(
+            input, None, None, self.weight, self.bias, training=True
+        )
+
+
+def normalized(kind):
+    return nn.Sequential(nn.Linear(3, 3), kind(3))
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, TwiceCounted, Rebound])
+def test_a_copy_of_a_module_is_compared_by_its_own_state(kind):
+    """What becomes of the buffers of one, and what of those of the other."""
+    plain, x = normalized(kind), seeded(4, 3, dtype=torch.float32)
+
+    check = assert_equivalent(plain, copy.deepcopy(plain), transforms=["backward"])
+
+    assert check(x).compared == ("backward",)
+
+
+@pytest.mark.parametrize("kind", [TwiceCounted, Rebound])
+def test_state_that_a_copy_changes_otherwise_is_found(kind):
+    """An update that is lost, and one too many, in either."""
+    plain, other = normalized(nn.BatchNorm1d), normalized(kind)
+    other.load_state_dict(plain.state_dict())
+    x = seeded(4, 3, dtype=torch.float32)
+
+    for f, g in ((plain, other), (other, plain)):
+        with pytest.raises(NotEquivalentError, match=r"self\.1\..* after the call"):
+            assert_equivalent(f, g, transforms=["backward"])(x)
+
+
+def counter_from(start):
+    count = torch.tensor(start)
+
+    def counted(x):
+        return x * (count - start + 1)
+
+    return counted
+
+
+def test_other_state_of_the_same_name_is_no_copy():
+    """Constants that differ are compared each with itself."""
+    found = assert_equivalent(counter_from(1.0), counter_from(2.0))(seeded(3))
+
+    assert found.excused == ()
+
+
+def counting(x, count):
+    count.add_(1)
+    return x.sin()
+
+
+def test_state_of_the_second_function_is_compared():
+    """A change of what it alone reaches."""
+    count = torch.zeros(())
+
+    with pytest.raises(NotEquivalentError) as caught:
+        assert_equivalent(torch.sin, lambda x: counting(x, count))(seeded(3))
+
+    text = "closure variable `count` of the second function after the call (float32[])"
+    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["transposed", "expanded", "sliced", "none"])

@@ -1,5 +1,6 @@
 """`first_difference` names the first operator at which two computations part."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -145,6 +146,39 @@ def test_a_result_alone_may_differ(g, text):
     assert found is not None
     assert found.op == ""
     assert text in str(found)
+
+
+def product_with(weight):
+    return lambda x: x @ weight
+
+
+def test_captured_tensors_of_one_label_are_told_apart():
+    """Closures of one factory: a gradient that all but the last lose."""
+    weights = [seeded(3, 3, seed=k).requires_grad_() for k in range(2)]
+    one, two = map(product_with, weights)
+    lost = product_with(weights[0].detach())
+
+    def both(x):
+        return one(x) + two(x)
+
+    found = first_difference(both, lambda x: lost(x) + two(x))(seeded(2, 3))
+
+    assert found is not None
+    assert found.name == "the gradient of closure variable `weight`"
+    # Met in another order they are the same tensors.
+    assert first_difference(both, lambda x: two(x) + one(x))(seeded(2, 3)) is None
+
+
+def test_a_copy_of_a_module_is_compared_by_its_own_state():
+    """Its buffers change as those of the first do; where they do not, that is told."""
+    plain = torch.nn.BatchNorm1d(3)
+    other = copy.deepcopy(plain)
+
+    assert first_difference(plain, other)(torch.randn(4, 3)) is None
+    other.momentum = 0.2
+    found = first_difference(plain, other)(torch.randn(4, 3))
+    assert found is not None
+    assert found.name == "self.running_mean after the call"
 
 
 def test_state_and_arguments_stay():
