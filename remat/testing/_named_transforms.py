@@ -60,7 +60,8 @@ def _outputs_to_transform(f: Flat, *tensors: Tensor) -> tuple[Tensor, ...]:
 def _sum_to_transform(outputs: Sequence[Tensor | None], seed: int) -> Tensor:
     terms: list[Tensor] = []
     for index, out in _to_transform(outputs).items():
-        term = (out * scattered_like(out, seed + index)).sum()
+        # The gradient of this by `out` is what scatters, and not its conjugate.
+        term = (out * scattered_like(out, seed + index).conj()).sum()
         terms.append((term.real if term.is_complex() else term).to(torch.float64))
     return torch.stack(terms).sum()
 

@@ -61,6 +61,21 @@ def test_outputs_without_a_gradient_are_counted_alike():
     assert found.excused == ()
 
 
+def complex_and_real(z):
+    return (z * z).sin(), z.abs(), torch.complex(z.imag, z.real) * z[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_regions_are_equivalent_to_the_bit(dtype):
+    """Plain autograd's cotangents are those of the loss that transforms differentiate."""
+    z = torch.complex(seeded(3), seeded(3, seed=1)).to(dtype)
+
+    found = assert_equivalent(complex_and_real, remat(complex_and_real))(z)
+
+    # Those of torch take real tensors only.
+    assert [each.transform for each in found.excused] == ["jacrev", "jacfwd"]
+
+
 def scaled(factor):
     def fun(params, x):
         return {"y": block(params, x)["y"] * factor, "n": 3}
