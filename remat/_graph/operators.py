@@ -24,6 +24,13 @@ TRANSPARENT = frozenset(
 DETACHED: Any = _aten.detach.default
 #: In a graph, what was computed under `no_grad`: no gradient flows past it.
 UNRECORDED: Any = _aten.alias.default
+#: By their short names those whose result holds what was in memory before.
+UNINITIALIZED = frozenset(
+    {
+        *("aten.empty", "aten.empty_like", "aten.empty_permuted", "aten.empty_strided"),
+        *("aten.new_empty", "aten.new_empty_strided"),
+    }
+)
 
 #: Refuses a lazy conjugate. A trace of `x.real` has it, as what stands for `x` is not one.
 AS_REAL: Any = _aten.view_as_real.default

@@ -20,7 +20,11 @@ from remat._torch.tensors import storage_key
 from remat._tracing import naming
 from remat._user_lines import user_line
 from remat.testing._compare import Gap, gap_between, same_bits
-from remat.testing._named_transforms import contiguous_cotangents, gradients
+from remat.testing._named_transforms import (
+    contiguous_cotangents,
+    gradients,
+    is_differentiable,
+)
 from remat.testing._repeated_call import AFTER, RepeatedCall
 
 
@@ -73,7 +77,10 @@ class _ComputedTensor:
 
 @final
 class _Recorder(modes.DispatchMode):
-    """Keeps a copy of what each operator on real tensors returns, views left out."""
+    """Keeps a copy of what each operator on real tensors returns, views left out.
+
+    Memory that a function does not set holds the same numbers in each run.
+    """
 
     hears_names = True
 
@@ -100,7 +107,10 @@ class _Recorder(modes.DispatchMode):
     def _keep(self, op: str, source: str, tensor: Tensor) -> None:
         if fakes.is_fake(tensor) or tensor.layout != torch.strided:
             return
-        value = levels.unwrapped(tensor).detach().clone()
+        value = levels.unwrapped(tensor).detach()
+        if op in operators.UNINITIALIZED:
+            value.fill_(torch.nan if is_differentiable(value) else 1)
+        value = value.clone()
         step = _ComputedTensor(self.phase, op, source, value, [])
         self.steps.append(step)
         self._latest[storage_key(tensor)] = step

@@ -1,11 +1,13 @@
 """`first_difference` names the first operator at which two computations part."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from remat import checkpoint_name, policies, remat
 from remat.testing import first_difference
@@ -179,6 +181,48 @@ def test_a_copy_of_a_module_is_compared_by_its_own_state():
     found = first_difference(plain, other)(torch.randn(4, 3))
     assert found is not None
     assert found.name == "self.running_mean after the call"
+
+
+def with_dropout(x):
+    return F.dropout(x.tanh(), 0.5)
+
+
+def row_by_row(x):
+    filled = x.new_empty(x.shape)
+    filled[:2], filled[2:] = x[:2].tanh(), x[2:].tanh()
+    return filled
+
+
+def by_indices(x):
+    filled, is_large = torch.empty_like(x), x > 0
+    filled[is_large], filled[~is_large] = x[is_large].tanh(), 0.5
+    return filled
+
+
+def counted(x):
+    places = torch.empty(x.shape, dtype=torch.int64)
+    return x * places.copy_(x.argsort())
+
+
+@pytest.mark.parametrize("fun", [with_dropout, row_by_row, by_indices, counted])
+def test_memory_that_is_not_set_is_no_difference(fun):
+    """What it held before is no result, also where it is filled part by part."""
+    junk = itertools.count()
+
+    def after_junk(x, factor):
+        with _disable_current_modes():
+            for _ in range(8):  # what the next tensors of this size begin with
+                torch.full_like(x, next(junk), requires_grad=False)
+        return (fun(x) * factor).exp()
+
+    def first(x):
+        return after_junk(x, 1.0)
+
+    x = seeded(4, 4)
+    assert first_difference(first, first)(x) is None
+    found = first_difference(first, lambda x: after_junk(x, 1.001))(x)
+    assert found is not None
+    assert found.op == "aten.mul"
 
 
 def test_state_and_arguments_stay():
