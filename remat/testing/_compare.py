@@ -1,14 +1,14 @@
 """Two results, compared: where they differ first, and how much."""
 
 import dataclasses
-from typing import Self, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
 
 from remat._errors import RematError
 from remat._graph.meta import TensorMeta
-from remat._torch import tensors as torch_tensors
+from remat._torch import tensors as torch_tensors, trees
 
 
 class NotEquivalentError(RematError, AssertionError):
@@ -90,6 +90,36 @@ def gap_between(one: Tensor | None, other: Tensor | None) -> Gap | str:
         first, second = TensorMeta.of(one), TensorMeta.of(other)
         return f"is {first} in the first and {second} in the second."
     return Gap.between(one, other)
+
+
+def same_rest(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether results agree but for their tensors: in structure, and in each other leaf."""
+    (spec, leaves), (other_spec, others) = one or (None, ()), other or (None, ())
+    is_one_tree = spec == other_spec and len(leaves) == len(others)
+    return is_one_tree and all(map(_is_same_leaf, leaves, others))
+
+
+def _is_same_leaf(one: Any, other: Any) -> bool:
+    """Whether two leaves of one class are equal; 1 is not 1.0, and NaN is NaN."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if not trees.is_array(one):
+        return bool(one == other or (one != one and other != other))
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def require_numbers(where: str, *results: Tensor | None) -> None:
+    """Refuses results without numbers, as all of them would be the same."""
+    for each in results:
+        if each is not None and each.is_meta:
+            raise RematError.of(
+                where=f"{where} ({TensorMeta.of(each)})",
+                what="is on the meta device.",
+                why="Results are compared as numbers, which a meta tensor does not have.",
+                do="Pass tensors on a real device, small ones if memory is short.",
+            )
 
 
 def require_same(

@@ -19,7 +19,13 @@ from remat._torch import fakes, levels, modes, trees
 from remat._torch.tensors import storage_key
 from remat._tracing import naming
 from remat._user_lines import user_line
-from remat.testing._compare import Gap, gap_between, same_bits
+from remat.testing._compare import (
+    Gap,
+    gap_between,
+    require_numbers,
+    same_bits,
+    same_rest,
+)
 from remat.testing._named_transforms import (
     contiguous_cotangents,
     gradients,
@@ -140,6 +146,9 @@ def first_difference(
         all outputs and gradients agree to the last bit, and so do the arguments,
         captured tensors and the generators after the call.
 
+    Raises:
+        RematError: by the returned function, if a result is on the meta device.
+
     Example:
         >>> import torch
         >>> from remat import checkpoint_name
@@ -154,10 +163,10 @@ def first_difference(
     def compare(*args: Any, **kwargs: Any) -> Difference | None:
         call = RepeatedCall((f, g), args, kwargs)
         one, results, rest = _record_operators(f, call)
-        other, found, same = _record_operators(g, call)
+        other, found, other_rest = _record_operators(g, call)
         result = _first_result(results, found)
-        if result is None and rest != same:
-            name, mismatch = "the structure of the outputs", f"{rest} and {same}"
+        if result is None and not same_rest(rest, other_rest):
+            name, mismatch = "the structure of the outputs", f"{rest} and {other_rest}"
             return Difference("forward", "", name, "", None, mismatch)
         if result is None:
             return None
@@ -216,6 +225,8 @@ def _first_result(results: _Results, found: _Results) -> Difference | None:
         if is_state and (label not in results or label not in found):
             continue  # only one of the functions reaches it
         one, other = results.get(label), found.get(label)
+        if not is_state:
+            require_numbers(f"first_difference, {label}", one, other)
         is_backward = is_state or label.startswith("the gradient")
         phase = "backward" if is_backward else "forward"
         if not same_bits(one, other):

@@ -11,7 +11,12 @@ from remat._calls.decorated import is_region
 from remat._errors import require_callable, require_type
 from remat._torch.tensors import storage_key
 from remat._user_lines import warn
-from remat.testing._compare import NotEquivalentError, require_same
+from remat.testing._compare import (
+    NotEquivalentError,
+    require_numbers,
+    require_same,
+    same_rest,
+)
 from remat.testing._named_transforms import (
     USUAL,
     Cotangents,
@@ -100,6 +105,7 @@ def assert_equivalent(
             transform, the output or argument, the first element that differs, both
             values, and the largest difference; also if only `g` raises, or if `f`
             supports none of the transforms.
+        RematError: by the returned function, if a result is on the meta device.
         ValueError: if a name is not a transform.
 
     Example:
@@ -270,8 +276,7 @@ def _numbered_labels(found: Sequence[Tensor | None]) -> list[str]:
 
 
 def _require_equal_results(one: _Result, other: _Result, where: str) -> None:
-    is_alike = one.rest == other.rest and _kinds(one.rest) == _kinds(other.rest)
-    if not is_alike or one.rows.keys() != other.rows.keys():
+    if not same_rest(one.rest, other.rest) or one.rows.keys() != other.rows.keys():
         raise NotEquivalentError.of(
             where=f"{where}, the structure of the outputs",
             what=f"is {one.rest} in the first function and {other.rest} in the second.",
@@ -280,14 +285,11 @@ def _require_equal_results(one: _Result, other: _Result, where: str) -> None:
             do="Return the same from both.",
         )
     for label, (expected, exact) in one.rows.items():
-        require_same(expected, other.rows[label][0], label, where, exact=exact)
+        found = other.rows[label][0]
+        require_numbers(f"{where}, {label}", expected, found)
+        require_same(expected, found, label, where, exact=exact)
     for label in filter(other.after.__contains__, one.after):
         require_same(one.after[label], other.after[label], label, where, exact=True)
-
-
-def _kinds(rest: tuple[Any, ...]) -> list[type]:
-    """The classes of the leaves that are not tensors: 1, 1.0 and True are equal."""
-    return [type(leaf) for leaves in rest[1:] for leaf in leaves]
 
 
 def _first_line(error: Exception) -> str:
