@@ -76,7 +76,7 @@ def assert_equivalent(
     each run. It compares outputs; gradients of every floating tensor argument, or of
     those that require grad if any does, and of captured tensors that require grad; and
     the arguments, captured tensors such as buffers, and the default generators of all
-    devices in use after the call.
+    devices in use after the call. A module and its copy are compared by what each holds.
 
     Laws: if the second function is a region, its outputs, and its gradients under
     "backward" and "grad", must equal those of the first under `.backward()` to the last
