@@ -4,6 +4,7 @@
 instances. Keeps `__wrapped__`, name, doc, signature, types; pickles where `fun` does."
 """
 
+import abc
 import copy
 import functools
 import inspect
@@ -321,6 +322,18 @@ def test_a_bound_method_prints_as_a_region() -> None:
 
     assert shown.startswith("remat(<bound method ")
     assert shown.endswith(">, policy=everything_saveable)")
+
+
+def test_an_abstract_method_stays_abstract() -> None:
+    """As under `functools.wraps`."""
+
+    class Shape(abc.ABC):
+        @remat
+        @abc.abstractmethod
+        def area(self, x: Tensor) -> Tensor: ...
+
+    with pytest.raises(TypeError, match="abstract method"):
+        Shape()  # pyright: ignore[reportAbstractUsage]
 
 
 def test_programs_print_as_python_where_they_are_shown() -> None:

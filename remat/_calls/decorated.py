@@ -63,6 +63,7 @@ class DecoratedFunction(Generic[_P, _R]):
         self._fun = fun
         self.rng_default = "preserve" if is_of_module(fun) else "keys"
         functools.update_wrapper(self, fun, updated=())
+        self.__isabstractmethod__ = getattr(fun, "__isabstractmethod__", False)
         self.__wrapped__ = fun
         self._where = where or _where(fun)
         is_function = isinstance(fun, types.FunctionType)
@@ -481,6 +482,16 @@ class BoundRegion:
         if name == "__code__":  # torch.export names the arguments of a forward by it
             return self.__wrapped__.__code__
         return getattr(self.__func__, name)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are one method of one object, as of Python's bound methods."""
+        if not isinstance(other, BoundRegion):
+            return NotImplemented
+        is_same_region = self.__func__ is other.__func__
+        return is_same_region and self.__self__ is other.__self__
+
+    def __hash__(self) -> int:
+        return hash((id(self.__self__), id(self.__func__)))
 
     def __repr__(self) -> str:
         return f"remat({self.__wrapped__!r}, policy={self.__func__.settings.policy!r})"

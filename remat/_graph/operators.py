@@ -24,6 +24,7 @@ TRANSPARENT = frozenset(
 DETACHED: Any = _aten.detach.default
 #: In a graph, what was computed under `no_grad`: no gradient flows past it.
 UNRECORDED: Any = _aten.alias.default
+
 #: By their short names those whose result holds what was in memory before.
 UNINITIALIZED = frozenset(
     {

@@ -506,11 +506,14 @@ def _forward_fast(ctx: Any, call: Call, *operands: Tensor) -> tuple[Tensor, ...]
 
 
 def _resolved(cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Without lazy conjugation: programs are traced for numbers as they lie."""
-    return tuple(
-        None if each is None else each.resolve_conj().resolve_neg()
+    """Without lazy conjugation, or sizes of Dynamo's: programs are traced for what lies there."""
+    found = [
+        each if each is None else each.resolve_conj().resolve_neg()
         for each in cotangents
-    )
+    ]
+    if tracer.is_in_compiler():
+        found = [each if each is None else sizes.settled(each) for each in found]
+    return tuple(found)
 
 
 @dynamo.unseen_by_dynamo

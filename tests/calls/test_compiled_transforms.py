@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import policies, remat
 from tests.calls.graphs import compiled
@@ -50,10 +50,11 @@ MAPPED: dict[str, Callable[..., Any]] = {
     "vmap(grad)": vmap(grad(loss), (None, 0)),
     "grad(vmap)": grad(lambda w, x: vmap(loss, (None, 0))(w, x).sum()),
     "jacrev": lambda w, x: jacrev(block)(w, x.sum(0)),
+    "vjp": lambda w, x: vjp(block, w, x)[1](x.cos()),
 }
 
 
-@pytest.mark.parametrize("fun", daily(MAPPED, ["vmap(grad)"]))
+@pytest.mark.parametrize("fun", daily(MAPPED, ["vmap(grad)", "vjp"]))
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 def test_a_further_number_of_examples(fun: Any, dynamic: bool | None) -> None:
     """A mapped size that Dynamo keeps open is a number in the graph of a region."""

@@ -245,6 +245,24 @@ def test_an_attribute_of_a_class_that_is_an_argument_may_change() -> None:
 
 
 @pytest.mark.contract
+def test_a_bound_region_is_equal_to_another_of_its_object() -> None:
+    """As bound methods are: one that is a static argument is traced once."""
+
+    class Waves:
+        @remat
+        def sine(self, x: Tensor) -> Tensor:
+            return x.sin()
+
+    waves, calls = Waves(), remat(lambda fun, x: fun(x).exp(), static_argnums=0)
+
+    assert {waves.sine} == {waves.sine}
+    assert waves.sine != Waves().sine
+    for _ in range(3):
+        calls(waves.sine, seeded(3).requires_grad_())
+    assert calls.cache_info().misses == 1
+
+
+@pytest.mark.contract
 def test_a_set_that_changes_after_the_call() -> None:
     """A backward that is traced later sees it as it was."""
     chosen = {"sine"}
