@@ -168,8 +168,8 @@ def fit(
     Raises:
         BudgetError: nothing that was tried fits; the message says by how much, and which
             single change would help most.
-        TraceError: the step needs numbers around its regions, or calls them under
-            torch.func.
+        TraceError: the step needs numbers around its regions, calls them under
+            torch.func, or takes a gradient of them with `create_graph=True`.
         CapturedTensorError: it reads a tensor that requires grad and is neither an argument
             nor a parameter of a module among them.
         ValueError: it calls no region, or one with `engine="rerun"`; it gives no loss of one

@@ -25,7 +25,7 @@ from remat._partition.costs import Workspace, workspace_of
 from remat._torch import autograd, fakes, isolation, levels, modes, trees
 from remat._torch.attributes import attributes_as
 from remat._torch.tensors import memory_of
-from remat._user_lines import line_of
+from remat._user_lines import line_of, user_line
 from remat.policies._sizes import parse_size
 
 _Key = weakref.ref[torch.UntypedStorage]
@@ -204,6 +204,7 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        _require_no_graph()
         recorder: Recorder = ctx.recorder
         recorder.end("backward", ctx.region)
         wanted = ctx.needs_input_grad[3:]
@@ -213,6 +214,18 @@ class _StandIn(torch.autograd.Function):
         ]
         recorder.leave(ctx.region)
         return (None, None, None, *found)
+
+
+def _require_no_graph() -> None:
+    """Refuses a backward that is differentiated again, of which a stand-in has no graph."""
+    if torch.is_grad_enabled():
+        line = user_line()
+        raise TraceError.of(
+            where=f"{_WHERE}, at {line}" if line else _WHERE,
+            what="takes a gradient of a region with create_graph=True.",
+            why="What the graph of such a gradient holds is not planned.",
+            do="Take it without a graph, if it is not differentiated again. " + _BY_HAND,
+        )
 
 
 def _empty_like(like: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """`fit`: the regions of a step get policies by which its peak keeps to a limit."""
 
+import functools
 import random
 from typing import Any
 
@@ -421,6 +422,38 @@ def test_what_a_backward_raises_is_left_as_it_is() -> None:
         fit(failing, peak="1GiB")(*args)
 
 
+def penalty(step: Any, params: Any, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    loss = step(params, x)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + slope.square().mean()
+
+
+def inner_step(step: Any, params: Any, x: Tensor) -> Tensor:
+    slope = torch.autograd.grad(step(params, x), params["head"], create_graph=True)[0]
+    return step({**params, "head": params["head"] - slope / 8}, x)
+
+
+def backward_with_a_graph(step: Any, params: Any, x: Tensor) -> Tensor:
+    loss = step(params, x)
+    loss.backward(create_graph=True, inputs=[params["head"]])
+    return loss
+
+
+@pytest.mark.parametrize("nested", [penalty, inner_step, backward_with_a_graph])
+def test_a_gradient_that_is_differentiated_again(nested: Any) -> None:
+    """Is refused by the line that takes it: a stand-in has no graph that could be counted."""
+    step, args = made(remat(plain_block), remat(plain_head))
+
+    with pytest.raises(
+        TraceError,
+        match=r"at test_fit\.py:\d+: takes a gradient .* create_graph=True.*policies\.budget",
+    ):
+        fit(functools.partial(nested, step), peak="1GiB")(*args)
+
+    assert all(each.grad is None for each in leaves_of(args[0]))
+
+
 def test_what_has_no_plan_is_refused() -> None:
     """No region, gradients of them in the loss, numbers that decide."""
     step, args = made(plain_block, plain_head)
@@ -437,7 +470,7 @@ def test_what_has_no_plan_is_refused() -> None:
 
     def slope(params: Any, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
-        return torch.autograd.grad(step(params, x), x, create_graph=True)[0].sum()
+        return torch.autograd.grad(step(params, x), x)[0].sum()
 
     with pytest.raises(TraceError, match=r"has no gradient.*policies\.budget"):
         fit(slope, peak="1GiB")(*args)
