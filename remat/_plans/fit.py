@@ -37,6 +37,7 @@ from remat._user_lines import user_line, warn
 from remat.policies import AbstractPolicy, Budget, budget
 from remat.policies._budget import Size, as_budget
 from remat.policies._sizes import show_size
+from remat.storage._contract import held_in
 
 _Region = DecoratedFunction[..., Any]
 _Call = tuple[_Region, Planner]
@@ -172,7 +173,7 @@ def fit(
             torch.func, or takes a gradient of them with `create_graph=True`.
         CapturedTensorError: it reads a tensor that requires grad and is neither an argument
             nor a parameter of a module among them.
-        ValueError: it calls no region, or one with `engine="rerun"`; it gives no loss of one
+        ValueError: it calls no region, or one with `engine="rerun"` or `verify=True`; it gives no loss of one
             number; or there is nothing to differentiate.
 
     Example:
@@ -256,15 +257,15 @@ def _recorded(
                 function = region.__wrapped__
                 if not torch.is_grad_enabled():
                     return function(*args, **kwargs)
+                _require_unverified(region)
                 given = trees.map_tensors(_detached, (args, kwargs))
-                with _outside():
-                    *_, captured = undecided(region).entry_of(*given)
+                captured, stored = _traced(region, *given)
                 _require_given(captured)
                 if not any(trees.wants_gradients((given, captured))):
                     return function(*args, **kwargs)
                 _require_policies(region)
                 note(region, *given)
-                return recorder.call(function, args, kwargs, captured)
+                return recorder.call(function, args, kwargs, captured, stored)
 
             # The next run starts alike, and no fake is left behind.
             around = undone((whole.step, args, kwargs)), drawing_from(states())
@@ -336,6 +337,27 @@ def _outside() -> Generator[None]:
         yield
 
 
+def _traced(
+    region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Tensor, ...], dict[int, int]]:
+    """What a call of a region captures, and the bytes of inputs that wait in another form.
+
+    These by their places among the tensors of the arguments and what is captured.
+    """
+    with _outside():
+        entry, site, captured = undecided(region).entry_of(args, kwargs)
+        inputs, metas = entry.region.inputs, entry.region.operands
+        held = {k: held_in(storage, metas[k]) for k, storage in inputs.items()}
+    operands = *site.tensors, *captured
+    sizes = {
+        id(operands[k]): each.size_bytes for k, each in held.items() if each.moved_bytes
+    }
+    own = *trees.tensor_leaves((args, kwargs)), *captured
+    return captured, {
+        k: sizes[id(each)] for k, each in enumerate(own) if id(each) in sizes
+    }
+
+
 def _require_given(tensors: Iterable[Tensor]) -> None:
     for each in tensors:
         if each.requires_grad and not fakes.is_fake(each):
@@ -347,6 +369,17 @@ def _require_given(tensors: Iterable[Tensor]) -> None:
                 "gradient would be left out.",
                 do="Pass it in the first argument, or the module that it is a parameter of.",
             )
+
+
+def _require_unverified(region: _Region) -> None:
+    if region.settings.verify:
+        raise refusal(
+            ValueError,
+            where=f"fit(step), at {user_line()}",
+            what=f"calls the region `{_name(region)}`, which has verify=True.",
+            why="What is compared is computed once more, and no plan has that.",
+            do="Leave `verify` out of what is to be planned.",
+        )
 
 
 def _require_policies(region: _Region) -> None:
@@ -361,6 +394,8 @@ def _require_policies(region: _Region) -> None:
 
 
 def _detached(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach(), tensor.requires_grad)
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -159,18 +160,24 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         captured: Iterable[Tensor],
+        stored: Mapping[int, int] = MappingProxyType({}),
     ) -> Any:
-        """What a region gives, and what its gradients are, without computing either."""
+        """What a region gives, and what its gradients are, without computing either.
+
+        `stored` has the bytes that wait in place of operands that their storages change, by
+        the places of these among the tensors of the arguments and what is captured.
+        """
         region, operands = next(self._places), trees.tensor_leaves((args, kwargs))
         operands += captured
         if not torch.is_grad_enabled() or not any(p.requires_grad for p in operands):
             return function(*args, **kwargs)
+        forms = [_form_of(each, stored.get(k)) for k, each in enumerate(operands)]
         self.end("forward", region)
         with attributes_as(self.live, is_paused=True), torch.no_grad():
             leaves, spec = trees.flatten(function(*args, **kwargs))
         places = [k for k, each in enumerate(leaves) if isinstance(each, Tensor)]
         stand_in: Callable[..., tuple[Tensor, ...]] = _StandIn.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        made = stand_in(self, region, [leaves[k] for k in places], *operands)
+        made = stand_in(self, region, [leaves[k] for k in places], forms, *operands)
         for place, output in zip(places, made, strict=True):
             leaves[place] = output
         self._waiting.add(region)
@@ -190,8 +197,10 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        ctx.recorder, ctx.region, like, *operands = args
-        ctx.save_for_backward(*operands)
+        ctx.recorder, ctx.region, like, forms, *operands = args
+        pairs = [*zip(operands, forms, strict=True)]
+        ctx.save_for_backward(*[x if form is None else form for x, form in pairs])
+        ctx.metas = [None if form is None else TensorMeta.of(x) for x, form in pairs]
         outputs = tuple(map(_empty_like, like))
         fixed = [
             each
@@ -206,14 +215,27 @@ class _StandIn(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         _require_no_graph()
         recorder: Recorder = ctx.recorder
+        # All come back, and then the other forms are let go.
+        operands = [
+            each if meta is None else meta.empty()
+            for each, meta in zip(ctx.saved_tensors, ctx.metas, strict=True)
+        ]
+        ctx.maybe_clear_saved_tensors()
         recorder.end("backward", ctx.region)
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[4:]
         found = [
             _empty_like(each) if is_wanted else None
-            for each, is_wanted in zip(ctx.saved_tensors, wanted, strict=True)
+            for each, is_wanted in zip(operands, wanted, strict=True)
         ]
         recorder.leave(ctx.region)
-        return (None, None, None, *found)
+        return (None, None, None, None, *found)
+
+
+def _form_of(operand: Tensor, size_bytes: int | None) -> Tensor | None:
+    """What an operand waits as, if it is not the operand itself."""
+    if size_bytes is None:
+        return None
+    return torch.empty(size_bytes, dtype=torch.uint8, device=operand.device)
 
 
 def _require_no_graph() -> None:
@@ -224,7 +246,8 @@ def _require_no_graph() -> None:
             where=f"{_WHERE}, at {line}" if line else _WHERE,
             what="takes a gradient of a region with create_graph=True.",
             why="What the graph of such a gradient holds is not planned.",
-            do="Take it without a graph, if it is not differentiated again. " + _BY_HAND,
+            do="Take it without a graph, if it is not differentiated again. "
+            + _BY_HAND,
         )
 
 

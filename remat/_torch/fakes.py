@@ -26,7 +26,7 @@ from remat._torch.attributes import attributes_as
 from remat._torch.dtensor import local_part
 from remat._torch.levels import no_dual_level, unwrapped
 from remat._torch.taking_functions import takes_functions
-from remat._torch.tensors import is_in_parts, parts_of
+from remat._torch.tensors import copy_attributes, is_in_parts, parts_of
 from remat._torch.trees import map_tensors, tensor_leaves
 
 _optimizers: Any = optimizers
@@ -347,6 +347,8 @@ def faked(tree: Any) -> Generator[Any]:
             like = tensor.detach()
             like = like if isinstance(like, FakeTensor) else mode.from_tensor(like)
             made[id(tensor)] = like.requires_grad_(tensor.requires_grad)
+            # A storage of inputs asks for instance whether this is a parameter.
+            copy_attributes(tensor, made[id(tensor)])
         return made[id(tensor)]
 
     stand_ins = map_tensors(leaf, tree)

@@ -115,6 +115,22 @@ def test_a_graph_that_is_retained_is_held(limit: str) -> None:
     assert all(size >= 0 for each in found.timeline.moments for _, size in each.parts)
 
 
+HALF = storage.Cast(torch.float32)
+
+
+@pytest.mark.parametrize("part", [0.7, 1.0])
+@pytest.mark.parametrize("inputs", [HALF, {"params.*": HALF}], ids=["all", "by name"])
+def test_inputs_that_wait_in_a_storage(inputs: Any, part: float) -> None:
+    """Wait as that says, and all come back before a region's backward begins."""
+    step, args = made(remat(plain_block, saved_inputs=inputs), plain_head)
+
+    found = fit(step, peak=part)(*args)
+    found.apply()
+
+    peak = peak_of(step, args)
+    assert peak <= found.predicted_peak_bytes <= 1.05 * peak
+
+
 def test_a_part_of_the_peak() -> None:
     """Of that without remat, whatever regions may save."""
     step, args = made(remat(plain_block), remat(plain_head))
@@ -174,7 +190,7 @@ def test_where_nothing_fits() -> None:
 class Model(nn.Module):
     """Blocks, of which regions are made, and around them a buffer and a weight used twice."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", **options: Any) -> None:
         super().__init__()
         blocks = [
             nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh())
@@ -184,7 +200,7 @@ class Model(nn.Module):
         self.ends = nn.Linear(16, 16, bias=False)
         self.register_buffer("scale", torch.ones(16))
         self.to(device, torch.float64)
-        modules.apply(self, "blocks.*")
+        modules.apply(self, "blocks.*", **options)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.ends(x) * self.scale
@@ -228,6 +244,25 @@ def test_a_step_of_a_module(is_given: bool) -> None:
     assert_bitwise(torch.autograd.grad(model(x), leaves), plain)
     if is_given:
         assert str(fitted(Model("meta"), x.to("meta"), 0.8)) == shown
+
+
+def test_parameters_of_modules_wait_as_they_are() -> None:
+    """Where a storage is for all inputs, as at run time."""
+    model, x = Model(saved_inputs=HALF), seeded(64, 16)
+
+    def run() -> None:
+        model(x).backward()
+        model.zero_grad()
+
+    found = fit(lambda model, x: model(x), peak=0.8)(model, x)
+    found.apply()
+    run()
+    with LiveBytes() as memory:
+        run()
+
+    there = [*model.parameters(), *model.buffers(), x]
+    peak = memory.peak + sum(each.nbytes for each in there)
+    assert peak <= found.predicted_peak_bytes <= 1.05 * peak
 
 
 @pytest.mark.parametrize(
@@ -382,12 +417,20 @@ def test_a_step_that_goes_further_than_its_loss() -> None:
         fit(step, peak="1GiB", optimizer=other)(*args)
 
 
-def test_a_region_that_follows_no_policy() -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "rerun"}, r'`plain_head`, which has engine="rerun"'),
+        ({"verify": True}, r"`plain_head`, which has verify=True.*Leave `verify` out"),
+    ],
+    ids=["rerun", "verify"],
+)
+def test_a_region_whose_backward_has_no_plan(options: Any, message: str) -> None:
     """Is refused before the policies are applied; where nothing is differentiated, it runs."""
-    again = remat(plain_head, engine="rerun")
+    again = remat(plain_head, **options)
     step, args = made(remat(plain_block), again)
 
-    with pytest.raises(ValueError, match=r'`plain_head`, which has engine="rerun"'):
+    with pytest.raises(ValueError, match=message):
         fit(step, peak="1GiB")(*args)
 
     def ended(params: Any, x: Tensor) -> Tensor:
