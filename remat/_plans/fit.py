@@ -173,8 +173,8 @@ def fit(
             torch.func, or takes a gradient of them with `create_graph=True`.
         CapturedTensorError: it reads a tensor that requires grad and is neither an argument
             nor a parameter of a module among them.
-        ValueError: it calls no region, or one with `engine="rerun"` or `verify=True`; it gives no loss of one
-            number; or there is nothing to differentiate.
+        ValueError: it calls no region, or one with `engine="rerun"` or `verify=True`; it
+            gives no loss of one number; or there is nothing to differentiate.
 
     Example:
         >>> import torch

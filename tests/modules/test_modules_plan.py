@@ -325,6 +325,37 @@ def test_the_plan_is_of_the_program_that_runs() -> None:
     model(x, mask).sum().backward()
 
 
+class InPlace(Model):
+    """Writes into what its blocks return, as ResNets do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            y = layer(x)
+            y += x
+            x = nn.functional.relu(y, inplace=True)
+        return self.last(x)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"budget": 0.5},
+        {"peak": 1.0},
+        {"peak": 1.0, "step": modules.Step(torch.sum, torch.optim.SGD)},
+    ],
+    ids=["budget", "peak", "step"],
+)
+def test_what_a_block_returns_may_be_changed_in_place(bounds: Any) -> None:
+    torch.manual_seed(0)
+    model, x = InPlace(), seeded(5, 3)
+    plain = copy.deepcopy(model)
+
+    modules.plan(model, where=Block, **bounds)(x)
+
+    torch.testing.assert_close(gradients(model, x), gradients(plain, x))
+
+
 class Biased(nn.Module):
     """A block that takes a bias, or none."""
 
