@@ -28,8 +28,8 @@ from remat._plans.recording import (
 from remat._plans.shares import Search, Shares, limit_of, show_gap
 from remat._plans.tiles import TilesRow, with_tiles
 from remat._plans.timeline import Timeline, loads_of, over_the_limit, timeline
-from remat._switches.blocks import standing_in
-from remat._torch import fakes, modes, trees
+from remat._switches.blocks import Instead, standing_in
+from remat._torch import fakes, modes, tracer, trees
 from remat._torch.isolation import isolated
 from remat._torch.modules import called_with
 from remat._tracing.side_effects import undone
@@ -252,24 +252,9 @@ def _recorded(
             leaves = [p.requires_grad_() for p in parameters if p.is_floating_point()]
 
         def run(recorder: Recorder, note: Callable[..., None]) -> Tensor:
-            def stand_in(region: _Region, args: Any, kwargs: Any) -> Any:
-                require_no_transform()
-                function = region.__wrapped__
-                if not torch.is_grad_enabled():
-                    return function(*args, **kwargs)
-                _require_unverified(region)
-                given = trees.map_tensors(_detached, (args, kwargs))
-                captured, stored = _traced(region, *given)
-                _require_given(captured)
-                if not any(trees.wants_gradients((given, captured))):
-                    return function(*args, **kwargs)
-                _require_policies(region)
-                note(region, *given)
-                return recorder.call(function, args, kwargs, captured, stored)
-
             # The next run starts alike, and no fake is left behind.
             around = undone((whole.step, args, kwargs)), drawing_from(states())
-            with standing_in(stand_in), around[0], around[1]:
+            with standing_in(_by(recorder, note)), around[0], around[1]:
                 return called_with(whole, instead, args, kwargs)
 
         calls: list[_Call] = []
@@ -295,6 +280,30 @@ def _recorded(
         others = [each for each in others if not any(each is p for p in parameters)]
         found = record(run_again, leaves, parameters, others, made, bound.costs)
     return found, calls, again
+
+
+def _by(recorder: Recorder, note: Callable[..., None]) -> Instead:
+    """What stands for regions that a step calls, of which each is noted with its arguments."""
+
+    def stand_in(region: _Region, args: Any, kwargs: Any) -> Any:
+        if tracer.proxy_is_active():
+            with standing_in(None):  # a part of a stack, which is traced
+                return region(*args, **kwargs)
+        require_no_transform()
+        function = region.__wrapped__
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        _require_unverified(region)
+        given = trees.map_tensors(_detached, (args, kwargs))
+        captured, stored = _traced(region, *given)
+        _require_given(captured)
+        if not any(trees.wants_gradients((given, captured))):
+            return function(*args, **kwargs)
+        _require_policies(region)
+        note(region, *given)
+        return recorder.call(function, args, kwargs, captured, stored)
+
+    return stand_in
 
 
 @final
@@ -419,6 +428,7 @@ def _without_regions() -> ValueError:
         ValueError,
         where="fit(step)",
         what="calls no region whose arguments are differentiated.",
-        why="Only regions recompute, and policies are chosen for them.",
+        why="Only regions recompute, and policies are chosen for them; those inside a "
+        "`scan` or a scheduled `chain` follow that one's.",
         do="Decorate the parts of the step with `remat`, outside of it.",
     )

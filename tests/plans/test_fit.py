@@ -14,12 +14,16 @@ from remat import (
     Fit,
     RematWarning,
     TraceError,
+    disabled,
     fit,
     modules,
     policies,
     remat,
+    scan,
     storage,
 )
+from remat.layers import chain
+from remat.schedules import Every
 from tests.support import LiveBytes, assert_bitwise, seeded
 
 
@@ -367,6 +371,60 @@ def test_an_argument_that_requires_grad_gets_a_gradient() -> None:
     peak = memory.peak + sum(each.nbytes for each in there)
     assert peak <= found.predicted_peak_bytes <= 1.1 * peak
     assert twice.predicted_peak_bytes == found.predicted_peak_bytes
+
+
+def in_scan(f: Any, x: Tensor, **options: Any) -> Tensor:
+    return scan(lambda carry, _: (f(carry), None), x, length=4, **options)[0]
+
+
+def in_chain(f: Any, x: Tensor) -> Tensor:
+    return chain([lambda x: f(x)] * 4, schedule=Every(2))(x)
+
+
+STACKS: dict[str, Any] = {
+    "scan": in_scan,
+    "scheduled scan": functools.partial(in_scan, schedule=Every(2)),
+    "scheduled chain": in_chain,
+}
+
+
+@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
+@pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
+def test_regions_in_a_stack_are_a_part_of_it(is_module: bool, stack: Any) -> None:
+    """They follow what that recomputes, and are counted with it; no trace has stand-ins."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Tanh()).double()
+    block: Any = remat(lambda x: torch.tanh(torch.tanh(x).sin()))
+    block = modules.apply(layers, "") if is_module else block
+    w, x = (seeded(16, 128) / 8).requires_grad_(), seeded(64, 16).requires_grad_()
+    leaves = [w, x, *(layers.parameters() if is_module else ())]
+    head = remat(plain_head)
+
+    def step(w: Tensor, block: Any, x: Tensor) -> Tensor:
+        return head(w, stack(block, x)).mean()
+
+    found = fit(step, peak=1.0)(w, block, x)
+
+    again = torch.autograd.grad(step(w, block, x), leaves)
+    with LiveBytes() as memory:
+        step(w, block, x).backward()
+    peak = memory.peak + sum(each.nbytes for each in leaves)
+    assert peak <= found.predicted_peak_bytes <= 1.05 * peak
+    assert [row.region for row in found.rows] == [head]
+    modules.remove(layers)
+    plain = layers if is_module else block.__wrapped__
+    with disabled():
+        assert_bitwise(torch.autograd.grad(step(w, plain, x), leaves), again)
+
+
+def test_a_step_whose_regions_are_all_in_stacks() -> None:
+    """Has nothing to plan, and the message says why."""
+    block = remat(lambda x, w: torch.tanh(x @ w).sin())
+
+    with pytest.raises(ValueError, match=r"calls no region .*inside a `scan`"):
+        fit(lambda w, x: in_scan(lambda x: block(x, w), x).sum(), peak=1.0)(
+            seeded(16, 16).requires_grad_(), seeded(4, 16)
+        )
 
 
 def result_of(returned: Any) -> Any:
