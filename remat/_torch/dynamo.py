@@ -83,6 +83,15 @@ def end_graph(why: str) -> None:
     _torch._dynamo.graph_break(msg=why)
 
 
+def cannot_follow(error: Exception) -> bool:
+    """Whether an error says that Dynamo does not follow a function that an operator takes.
+
+    By its name: to import its class is to import Dynamo. Obsolete when torch.cond takes branches
+    outside of graphs without it.
+    """
+    return type(error).__name__ == "UncapturedHigherOrderOpError"
+
+
 def constant_for_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Has Dynamo call a function as it traces, and take the result for a constant.
 

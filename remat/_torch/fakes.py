@@ -359,20 +359,14 @@ def faked(tree: Any) -> Generator[Any]:
 def zeros_like_results(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What a call returns, with zeros for its numbers, computed without data.
-
-    What requires a gradient is no leaf, so that the caller may change it in place.
-    """
+    """What a call returns, with zeros for its numbers, computed without data."""
     with faked((args, kwargs)) as (args, kwargs):
         results = function(*args, **kwargs)
 
     def zeros(fake: Tensor) -> Tensor:
         like: dict[str, Any] = {"dtype": fake.dtype, "device": fake.device}
         made = torch.empty_strided(fake.shape, fake.stride(), **like).zero_()
-        if not fake.requires_grad:
-            return made
-        with torch.enable_grad():
-            return made.add_(torch.zeros((), **like, requires_grad=True))
+        return made.requires_grad_(fake.requires_grad)
 
     return map_tensors(zeros, results)
 

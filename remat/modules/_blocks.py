@@ -6,21 +6,25 @@ import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from remat._api import remat
 from remat._calls.decorated import DecoratedFunction
-from remat._errors import refusal
+from remat._errors import TraceError, refusal
 from remat._generators import device_states
 from remat._generators.python_and_numpy import drawing_from, states
 from remat._plans.plan import Plan, Planner
-from remat._torch import fakes, trees
+from remat._torch import dynamo, fakes, levels, tracer, trees
 from remat._torch.attributes import attributes_as
 from remat._torch.modules import called_with
 from remat._tracing.side_effects import undone
+from remat._user_lines import line_of, user_line
 from remat.modules._apply import Where, matching
 from remat.policies import AbstractPolicy, Budget
 from remat.policies._budget import planning_again
+
+_OTHERWISE = "Name blocks that have such calls inside, or use modules.apply."
 
 
 @final
@@ -94,6 +98,82 @@ def _largest_stack(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(f"{prefix}{key}", child) for key, child in stack.named_children()]
 
 
+def _require_plain(call: BlockCall) -> None:
+    """Refuses a call inside what is traced or transformed: no stand-in can stand there."""
+    if tracer.proxy_is_active():
+        raise _inside(
+            call.name, "what is traced whole: a region, a stack or a drop-in checkpoint"
+        )
+    if levels.current_interpreter() is not None:
+        raise _inside(call.name, "a transform of torch.func")
+
+
+def _place_of(name: str) -> str:
+    """A block and where it is called; a backward on an accelerator has no line."""
+    line, block = user_line(), f"modules.plan: the block `{name}`"
+    return f"{block}, at {line}" if line else block
+
+
+def _inside(name: str, what: str) -> TraceError:
+    return TraceError.of(
+        where=_place_of(name),
+        what=f"is called inside {what}.",
+        why="What is around it decides what is recomputed and when, not the block's own plan.",
+        do=_OTHERWISE,
+    )
+
+
+@contextlib.contextmanager
+def _captured_whole() -> Generator[None]:
+    """Refuses calls of blocks inside an operator that takes functions, which Dynamo traces."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not dynamo.cannot_follow(error):
+            raise
+        raise TraceError.of(
+            where=f"modules.plan, at {line_of(error)}",
+            what="a block is called inside an operator that takes functions, as torch.cond.",
+            why="Dynamo traces that whole, and does not follow what stands for a block.",
+            do=_OTHERWISE,
+        ) from error
+
+
+def _without_gradients(call: BlockCall, results: Any) -> Any:
+    """What a block returned, whose gradients are refused; no leaf, it may be changed in place."""
+    operands = trees.tensor_leaves((call.args, call.kwargs))
+    # The last one for blocks that capture what requires grad.
+    operands += (*call.module.parameters(), torch.zeros((), requires_grad=True))
+    stand_in: Callable[..., Tensor] = _WithoutGradient.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+    def made(result: Tensor) -> Tensor:
+        if not result.requires_grad:
+            return result
+        with torch.enable_grad():
+            return stand_in(call.name, [result.detach()], *operands)
+
+    return trees.map_tensors(made, results)
+
+
+@final
+class _WithoutGradient(torch.autograd.Function):
+    """Gives what stands for a result of a block, and refuses its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        ctx.name, (result,), *_ = args
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        raise TraceError.of(
+            where=_place_of(ctx.name),
+            what="is differentiated inside the model.",
+            why="What such a gradient makes and holds is not planned.",
+            do=_OTHERWISE,
+        )
+
+
 def calls_of_blocks(
     model: nn.Module,
     named: Sequence[tuple[str, nn.Module]],
@@ -111,13 +191,20 @@ def calls_of_blocks(
     tensors = [*model.parameters(), *model.buffers(), *given]
     has_data = not any(each.is_meta or fakes.is_fake(each) for each in tensors)
 
+    @dynamo.unseen_by_dynamo
     def stand_in(module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-        calls.append(BlockCall(names[module], module, args, kwargs))
+        if torch.compiler.is_dynamo_compiling():
+            dynamo.end_graph("modules.plan looks at a block")
+        call = BlockCall(names[module], module, args, kwargs)
+        _require_plain(call)
+        calls.append(call)
         if has_data:
-            return fakes.zeros_like_results(forward, args, kwargs)
-        return forward(*args, **kwargs)
+            found = fakes.zeros_like_results(forward, args, kwargs)
+        else:
+            found = forward(*args, **kwargs)
+        return _without_gradients(call, found)
 
-    with called_instead(model, names, stand_in):
+    with _captured_whole(), called_instead(model, names, stand_in):
         if has_data:
             with device_states.put_back({each.device for each in tensors}):
                 copies = {id(each): each.clone() for each in model.buffers()}

@@ -173,7 +173,9 @@ def plan(
         PolicyError: `budget` or `peak` is not a size, or there is neither.
         BudgetError: the blocks hold more even if they save nothing, or the peak is lower than
             any that was found; of a step, the message says which single change would help most.
-        TraceError: the step needs numbers around its blocks.
+        TraceError: the step needs numbers around its blocks, or takes a gradient of them
+            with `create_graph=True`; or the model calls a block inside a region, a stack, a
+            drop-in checkpoint, torch.cond or a transform of torch.func, or differentiates it.
 
     Example:
         >>> import torch

@@ -19,9 +19,12 @@ from remat import (
     policies,
     remat,
     saved_residuals,
+    scan,
 )
 from remat._partition import budgets
 from remat._partition.decide import fingerprint
+from remat.interop.torch import checkpoint
+from remat.layers import chain, tiled
 from remat.planners import Share, share
 from tests.random.trackers import generator_state
 from tests.support import LiveBytes, assert_bitwise, seeded, swept
@@ -354,6 +357,79 @@ def test_what_a_block_returns_may_be_changed_in_place(bounds: Any) -> None:
     modules.plan(model, where=Block, **bounds)(x)
 
     torch.testing.assert_close(gradients(model, x), gradients(plain, x))
+
+
+class Around(nn.Module):
+    """Calls a block in some way."""
+
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.call, self.block = call, Half()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.block, x)
+
+
+class Half(nn.Module):
+    """A block of one linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x)).sin()
+
+
+def force_of(block: nn.Module, x: Tensor) -> Tensor:
+    """Minus the gradient of an energy."""
+    x = x.detach().requires_grad_()
+    return -torch.autograd.grad(block(x).sum(), x, create_graph=True)[0]
+
+
+INSIDE: dict[str, Any] = {
+    "region": lambda f, x: remat(lambda x: f(x))(x),
+    "scan": lambda f, x: scan(lambda c, _: (f(c), None), x, length=2)[0],
+    "chain": lambda f, x: chain([f, f])(x),
+    "tiled": lambda f, x: tiled("(tile n) d -> (tile n) d", tiles=2)(lambda x: f(x))(x),
+    "drop-in": lambda f, x: checkpoint(lambda x: f(x), x, use_reentrant=False),
+    "vmap": lambda f, x: torch.func.vmap(lambda x: f(x))(x),
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "gradient": force_of,
+    "cond": lambda f, x: torch.cond(x.sum() > 0, f, lambda x: x * 2.0, (x,)),
+}
+
+
+@pytest.mark.parametrize("call", INSIDE.values(), ids=INSIDE)
+def test_a_block_that_is_called_inside_of_something(call: Any) -> None:
+    """Is refused with its line; what has the call inside can be a block."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Around(call)), seeded(4, 8)
+    # Dynamo reads the branches of torch.cond, and tells no names.
+    named = r"modules.plan" if call is INSIDE["cond"] else r"the block `0.block`"
+
+    with pytest.raises(
+        TraceError,
+        match=rf"{named}, at test_modules_plan.py:\d+: .*Name blocks that have such calls",
+    ):
+        modules.plan(model, budget=0.5, where=Half)(x)
+
+    plain = gradients(model, x)
+    modules.plan(model, budget=0.5, where="0")(x)
+    assert_bitwise(gradients(model, x), plain)
+
+
+@pytest.mark.apart
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's, which it hides
+def test_a_model_may_compile_what_calls_its_blocks() -> None:
+    """Its graph ends at a block while a plan looks at that."""
+    torch.manual_seed(0)
+    compiled = torch.compile(lambda f, x: f(f(x)).sin(), backend="eager")
+    model, x = Around(compiled), seeded(4, 8)
+
+    found = modules.plan(model, budget=1.0, where=Half)(x)
+
+    assert len(found.rows) == 2
 
 
 class Biased(nn.Module):
