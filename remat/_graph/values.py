@@ -127,7 +127,8 @@ class Graph:
         return tuple(
             operators.short_name(value.op)
             for value in self.values
-            if value.op is not None and value.op is not operator.getitem
+            if value.op not in (None, operator.getitem)
+            and not operators.ends_gradient(value)
         )
 
 

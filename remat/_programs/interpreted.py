@@ -93,6 +93,9 @@ def _interpreter_of(graph: Graph) -> Callable[[list[Tensor]], list[Any]]:
             maker, place = value.args
             made[index] = [made[maker.index][place]]
             continue
+        if operators.ends_gradient(value):
+            made[index] = made[value.args[0].index]
+            continue
         args, kwargs = replace_refs((value.args, value.kwargs), lambda k: made[k][0])
         outputs = steps.call(op, operators.arguments(op, tuple(args), dict(kwargs)))
         if isinstance(value.meta, tuple) and len(outputs) == 1:
