@@ -125,6 +125,11 @@ class TensorMeta:
         """Whether tensors of this dtype have gradients."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
+    @property
+    def differentiated(self) -> "TensorMeta":
+        """The same of a tensor that requires grad, if it can have a gradient."""
+        return dataclasses.replace(self, requires_grad=self.is_differentiable)
+
     def __str__(self) -> str:
         return show_type(self.dtype, self.shape)
 

@@ -284,10 +284,7 @@ def moved_outputs(
 def tangent_metas(
     operands: Sequence[TensorMeta], has_tangent: Sequence[bool]
 ) -> list[TensorMeta]:
-    return [
-        dataclasses.replace(meta, requires_grad=meta.is_differentiable)
-        for meta in itertools.compress(operands, has_tangent)
-    ]
+    return [meta.differentiated for meta in itertools.compress(operands, has_tangent)]
 
 
 def pushed_forward(

@@ -52,9 +52,16 @@ def is_differentiated_alike(
         return False
     graph = with_ends(forward_graph(joint, ())[0], joint.differentiable)
     program = function.of_program(graph)
-    again = if_derivable(
-        lambda: program.traced(roots, operands, (), cotangents=joint.layout)
-    )
+    moved = operands
+    if is_pushed and not all(meta.requires_grad for meta in operands):
+        # Tangents come by all of them: gradients by all are compared.
+        moved = tuple(meta.differentiated for meta in operands)
+        found = if_derivable(lambda: function.traced(roots, moved, ()))
+        if found is None:
+            return False
+        joint = found[0]
+    layout = joint.layout
+    again = if_derivable(lambda: program.traced(roots, moved, (), cotangents=layout))
     if again is None or (repeats and _bound_more(stages, Stages.of(again, policy))):
         return False
     own, of_program = (

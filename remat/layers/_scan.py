@@ -238,10 +238,7 @@ class _Scan(NamedTuple):
 
     def metas(self) -> list[TensorMeta]:
         """Of the carry and of a slice; from the second step on the carry has gradients."""
-        carry = [
-            dataclasses.replace(meta, requires_grad=meta.is_differentiable)
-            for meta in map(TensorMeta.of_operand, self.carry)
-        ]
+        carry = [meta.differentiated for meta in map(TensorMeta.of_operand, self.carry)]
         slices = [
             dataclasses.replace(meta, shape=meta.shape[1:], stride=meta.stride[1:])
             for meta in map(TensorMeta.of_operand, self.scanned)

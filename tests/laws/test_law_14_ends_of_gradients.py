@@ -145,3 +145,39 @@ def test_the_gradient_of_a_tangent(fun: Any, inside: Any, around: bool) -> None:
 
     for _ in range(2):
         assert_close(of_tangents(region), of_tangents(fun))
+
+
+def put(p: Weights, x: Tensor) -> Tensor:
+    """Numbers without a tangent, in a part of a value that has one."""
+    z = x * 1
+    z.detach()[0] = 0.0
+    return p[0] * z
+
+
+def copied(p: Weights, x: Tensor) -> Tensor:
+    """Numbers without a gradient, in a fresh tensor."""
+    z = torch.zeros_like(x)
+    z.detach().copy_(x)
+    return p[0] * z
+
+
+def written_since(p: Weights, x: Tensor) -> Tensor:
+    """A detached view of what is written to afterwards."""
+    z = x.clone()
+    d = z.detach()
+    z.mul_(x)
+    return p[0] * d * z
+
+
+@pytest.mark.parametrize("fun", [put, copied, written_since])
+def test_a_tangent_along_what_has_no_gradient(fun: Any) -> None:
+    """An operand that only has a tangent is compared too, before a region is opened."""
+    x = seeded(4, 4, seed=2)
+
+    def found(fun: Callable[..., Any]) -> tuple[Tensor, ...]:
+        first = grad(lambda w, x: summed(fun((w, P[1]), x)).sum())
+        return jvp(lambda x: first(P[0], x), (x,), (x.cos(),))
+
+    region = remat(fun)
+    for _ in range(2):
+        assert_close(found(region), found(fun))
