@@ -25,6 +25,7 @@ from remat.policies._as_policy import is_of_users
 from remat.policies._by_kind import idle_storage, saves_nothing
 from remat.policies._by_op import bare_name
 from remat.storage import AbstractStorage
+from remat.storage._contract import held_in
 
 _ATTENTION_BY_HAND = frozenset({"softmax", "multi_head_attention_forward"})
 _RERUN = 'use engine="rerun", which reads it at each call'
@@ -53,6 +54,7 @@ def advise(
         *_saves_no_memory(stages, policy, idle),
         *_leaves_all_alone(idle),
         *_without_effect(stages, policy, program, verify=settings.verify),
+        *_beside_a_peak(policy, region),
     ]
     for topic, what, why, do in advice:
         warn_once((function, policy, topic), where=where, what=what, why=why, do=do)
@@ -248,6 +250,25 @@ def _without_effect(
             "The region draws random numbers from a generator, checks its values, or has "
             "no data (device meta); such programs run operator by operator.",
             "Draw from keys (remat.random), or leave `backend` out.",
+        )
+
+
+def _beside_a_peak(policy: AbstractPolicy, region: TracedRegion) -> _Advice:
+    """Inputs that wait in another form, which no plan of one call has in its peak."""
+    if getattr(policy, "peak", None) is None:
+        return
+    pairs = [(region.operands[k], how) for k, how in region.inputs.items()]
+    rows = [(meta, held_in(storage, meta)) for meta, storage in pairs]
+    moved = [(meta, held.here) for meta, held in rows if held.moved_bytes]
+    if moved:
+        waiting = sum(each.size_bytes for _, here in moved for each in here)
+        back = sum(meta.size_bytes for meta, _ in moved)
+        yield (
+            "peak",
+            f"the bound of {policy!r} does not count inputs that wait in a storage: {waiting} "
+            f"bytes, and {back} when they come back.",
+            "It is met by what the function itself makes and saves.",
+            "Take both off the bound, or plan the step: fit(step, peak=...) counts them.",
         )
 
 

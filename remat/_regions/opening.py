@@ -56,10 +56,10 @@ def is_differentiated_alike(
     if is_pushed and not all(meta.requires_grad for meta in operands):
         # Tangents come by all of them: gradients by all are compared.
         moved = tuple(meta.differentiated for meta in operands)
-        found = if_derivable(lambda: function.traced(roots, moved, ()))
+        found = _traced_by_all(function, roots, moved)
         if found is None:
             return False
-        joint = found[0]
+        joint = found
     layout = joint.layout
     again = if_derivable(lambda: program.traced(roots, moved, (), cotangents=layout))
     if again is None or (repeats and _bound_more(stages, Stages.of(again, policy))):
@@ -71,16 +71,23 @@ def is_differentiated_alike(
     return same_outputs(own, of_program)
 
 
+def _traced_by_all(
+    function: Function, roots: Roots, operands: tuple[TensorMeta, ...]
+) -> Joint | None:
+    """The function where more requires grad than at its call; None where it refuses that."""
+    try:
+        return function.traced(roots, operands, ())[0]
+    except Exception:  # noqa: BLE001  # what the user's code raises may be any
+        return None
+
+
 def _shows_its_ends(joint: Joint) -> bool:
     """Whether the program shows why an output has no gradient, which its tangents may have.
 
     Any operand may have a tangent, also one that does not require grad.
     """
-    values, reached, ended = (
-        joint.graph.values,
-        {*range(joint.num_operands)},
-        set[int](),
-    )
+    values, reached = joint.graph.values, {*range(joint.num_operands)}
+    ended: set[int] = set()
     for index, value in enumerate(values):
         if operators.ends_gradient(value):
             ended.update(value.uses)

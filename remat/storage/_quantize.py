@@ -35,7 +35,8 @@ _MOST_PARTS, _LEAST_NUMBERS = 16, 2**16
 class Quantize(AbstractStorage):
     """Keeps the value as integers, with one scale for each group of numbers.
 
-    Groups are consecutive numbers of one example, where `vmap(grad)` maps the region.
+    Groups are consecutive numbers of one example, where `vmap(grad)` maps the region, unless they
+    are of what another storage has made.
     A group's minimum and step are kept in bfloat16 (in float64 for float64). They are
     rounded first, so that the levels still enclose the group's numbers; then the
     numbers are rounded.

@@ -131,6 +131,20 @@ def test_a_storage_that_takes_one_of_its_values_is_silent() -> None:
 
 
 @pytest.mark.contract
+def test_a_bound_of_a_peak_beside_inputs_that_wait_in_a_storage() -> None:
+    """These are not in it, nor when they come back; a bound of what is saved never has inputs."""
+    half = {"x": storage.Cast(torch.bfloat16)}
+    bounded = remat(attend, policy=policies.budget(peak=10_000), saved_inputs=half)
+    of_saved = remat(attend, policy=policies.budget(10_000), saved_inputs=half)
+
+    (text,) = warned(lambda: [bounded(leaf(64)) for _ in range(2)])
+
+    assert "inputs that wait in a storage: 128 bytes, and 512 when they come" in text
+    assert text.endswith("or plan the step: fit(step, peak=...) counts them.")
+    assert not any("come back" in each for each in warned(lambda: of_saved(leaf(64))))
+
+
+@pytest.mark.contract
 def test_what_a_storage_will_be_given_is_not_known_of_all_examples_or_of_none(
     tmp_path: Any,
 ) -> None:

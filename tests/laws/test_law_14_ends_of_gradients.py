@@ -181,3 +181,20 @@ def test_a_tangent_along_what_has_no_gradient(fun: Any) -> None:
     region = remat(fun)
     for _ in range(2):
         assert_close(found(region), found(fun))
+
+
+def test_a_function_that_wants_no_gradient_by_an_operand() -> None:
+    """Where that is asked for, to compare, the region stays closed."""
+
+    def fun(p: Weights, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            raise ValueError("no gradient is taken by x")
+        return (x @ p[0]).sin() * x
+
+    def found(fun: Callable[..., Any]) -> tuple[Tensor, ...]:
+        first = grad(lambda w: summed(fun((w, P[1]), X)).sum())
+        return jvp(first, (P[0],), (P[0].cos(),))
+
+    region = remat(fun)
+    for _ in range(2):
+        assert_close(found(region), found(fun))
