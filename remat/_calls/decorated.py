@@ -487,11 +487,15 @@ class BoundRegion:
         """Whether both are one method of one object, as of Python's bound methods."""
         if not isinstance(other, BoundRegion):
             return NotImplemented
-        is_same_region = self.__func__ is other.__func__
-        return is_same_region and self.__self__ is other.__self__
+        return self._identity == other._identity
 
     def __hash__(self) -> int:
-        return hash((id(self.__self__), id(self.__func__)))
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[int, int]:
+        own = vars(self)  # Dynamo makes one without attributes, and hashes it
+        return id(own.get("__self__")), id(own.get("__func__"))
 
     def __repr__(self) -> str:
         return f"remat({self.__wrapped__!r}, policy={self.__func__.settings.policy!r})"

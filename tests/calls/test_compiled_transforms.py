@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.apart,
     pytest.mark.contract,
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+    pytest.mark.filterwarnings("ignore:.*saves no memory:remat.RematWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
