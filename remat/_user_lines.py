@@ -108,12 +108,17 @@ def is_called_by_torch() -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH_FILES)
 
 
-def is_asked_by_package() -> bool:
-    """Whether this package's own code called it, be it through torch's."""
+def _asking_frame() -> FrameType | None:
+    """What called the function that `__torch_function__` was called for."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "__torch_function__":
         frame = frame.f_back
-    asked = frame and frame.f_back
+    return frame and frame.f_back
+
+
+def is_asked_by_package() -> bool:
+    """Whether `__torch_function__` was called for this package's code, be it through torch's."""
+    asked = _asking_frame()
     while asked is not None and asked.f_code.co_filename.startswith(_TORCH_FILES):
         asked = asked.f_back
     return asked is not None and asked.f_code.co_filename.startswith(_OWN_FILES)
@@ -121,10 +126,7 @@ def is_asked_by_package() -> bool:
 
 def is_asked_by_user() -> bool:
     """Whether what `__torch_function__` was called for stands in code that is the user's."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != "__torch_function__":
-        frame = frame.f_back
-    asked = frame and frame.f_back
+    asked = _asking_frame()
     return asked is not None and _is_users_file(asked.f_code.co_filename)
 
 

@@ -1,8 +1,9 @@
 """torch.fx graph -> this package's values.
 
-What changes: of `detach` and `alias`, which autograd puts everywhere, those stay that end a gradient
-of the user's function; marks become names, in-place operators become pure ones, a write to an operand becomes a mutation, and the generator's state is recorded
-before each draw of the forward. Everything else stays as it was traced.
+What changes: of `detach` and `alias`, which autograd puts everywhere, those alone stay by which a
+gradient ends in the user's function; marks become names, in-place operators become pure ones, a
+write to an operand becomes a mutation, and the generator's state is recorded before each draw of
+the forward. Everything else stays as it was traced.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ _NORMS_OF_TRAINING = frozenset(
 )
 
 
-# The function that the note of such a node has.
+# What a note has for the function where a program that ran ends a gradient.
 UNRECORDED = "no_grad"
 
 
@@ -207,10 +208,10 @@ class Imported:
                 self._call(node)
 
     def _output(self, ref: Ref | None) -> Ref | None:
-        # Zeros without memory get some: forward mode cannot give them a tangent.
         ref = self._followed(ref)
         if ref is None:
             return None
+        # Zeros without memory get some: forward mode cannot give them a tangent.
         value = self.values[ref.index]
         if operators.short_name(value.op) != "aten._efficientzerotensor":
             return ref
@@ -251,7 +252,7 @@ class Imported:
             self._add(node, op, (self._followed(ref),), {})
 
     def _followed(self, ref: Any) -> Any:
-        """What a value is that ends a gradient: as a number, as a name's and as an output."""
+        """The value itself where a gradient ends: it has the name, is written and is returned."""
         while isinstance(ref, Ref) and operators.ends_gradient(self.values[ref.index]):
             ref = self.values[ref.index].args[0]
         return ref

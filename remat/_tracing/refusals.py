@@ -256,18 +256,14 @@ def require_tellable(
         raise _without_memory(func, args[0], "asks where a tensor's memory is.")
 
 
-def require_own_memory(
-    func: Any, tensor: Tensor, is_given: Callable[[Tensor], bool]
-) -> None:
-    """Refuses to count in the memory of a tensor from outside: each call's begins elsewhere."""
-    if is_given(tensor):
-        raise TraceError.of(
-            where=f"`{func.__name__}()` of {TensorMeta.of(tensor)} at {user_line()}",
-            what="counts a storage_offset in the memory of a tensor from outside.",
-            why="Where in it the tensor begins is no part of what the function is given.",
-            do="Leave out storage_offset, which counts from the tensor's first element "
-            f"(x[2:].as_strided(size, stride)), or use {_RERUN}.",
-        )
+def counts_in_given_memory(func: Any, tensor: Tensor) -> TraceError:
+    return TraceError.of(
+        where=f"`{func.__name__}()` of {TensorMeta.of(tensor)} at {user_line()}",
+        what="counts a storage_offset in the memory of a tensor from outside.",
+        why="Where in it the tensor begins is no part of what the function is given.",
+        do="Leave out storage_offset, which counts from the tensor's first element "
+        f"(x[2:].as_strided(size, stride)), or use {_RERUN}.",
+    )
 
 
 def _without_memory(func: Any, tensor: Tensor, what: str) -> TraceError:

@@ -332,8 +332,9 @@ class UserCalls(TorchFunctionMode):
             running.reshapes = running.reshapes or user_line()
         running.is_custom |= func is Tensor.register_hook  # pyright: ignore[reportUnknownMemberType]
         args, kwargs = trees.map_tensors(lift, (args, kwargs))
-        if tensors.counts_in_memory(func, args, kwargs):
-            refusals.require_own_memory(func, args[0], running.is_in_given_memory)
+        is_counted = tensors.counts_in_memory(func, args, kwargs)
+        if is_counted and running.is_in_given_memory(args[0]):
+            raise refusals.counts_in_given_memory(func, args[0])
         args, kwargs, copies = arrays.copied(func, args, kwargs)
         if func == tensors.SET_DATA and not tensors.is_own_data(*args):
             raise refusals.sets_data(args[0])
