@@ -20,10 +20,11 @@ from remat._switches.blocks import is_inert
 from remat._switches.numerics import Numerics
 from remat._torch import levels
 from remat._tracing.thread import is_lifting, is_running, lift
+from remat._user_lines import warn_once
 from remat.layers._links import Link, once_a_region
 from remat.layers._scheduled import scheduled
 from remat.layers._stack import Stack
-from remat.schedules import AbstractSchedule, Action, Stage
+from remat.schedules import AbstractSchedule, Action, Restore, Stage
 from remat.schedules._replay import require_legal
 from remat.storage import Keep
 from remat.storage._contract import held_in
@@ -134,7 +135,17 @@ def _costs_of(link: Link) -> _Costs:
 def _actions_of(
     schedule: AbstractSchedule, stages: tuple[Stage, ...]
 ) -> tuple[Action, ...]:
-    return require_legal(schedule.actions(stages), len(stages))
+    actions, count = require_legal(schedule.actions(stages), len(stages)), len(stages)
+    runs_again = any(isinstance(action, Restore) for action in actions)
+    if count > 1 and not (schedule.may_keep_all or runs_again):
+        warn_once(
+            ("schedule", schedule, count),
+            where=f"a stack of {count} stages",
+            what=f"the schedule {schedule!r} saves no memory.",
+            why="It records all stages in the sweep, and runs none of them again.",
+            do="Choose one that records fewer, such as schedules.Sqrt(), or leave it out.",
+        )
+    return actions
 
 
 def run_scheduled(

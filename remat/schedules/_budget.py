@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 
@@ -69,6 +69,8 @@ class Budget(AbstractSchedule):
     References:
         Beaumont et al., 2019, https://arxiv.org/abs/1911.13214.
     """
+
+    may_keep_all: ClassVar[bool] = True
 
     size: int | float | str
     # Tells 1.0 (all) from 1 (one byte), which are equal in Python.

@@ -49,6 +49,8 @@ class AbstractSchedule(abc.ABC):
 
     # Stacks inside of a traced function are told apart by it.
     __remat_compares_as_a_whole__: ClassVar[bool] = True
+    #: Whether to run no stage again may be meant: by a budget that all fits, by a rule of n.
+    may_keep_all: ClassVar[bool] = False
 
     @abc.abstractmethod
     def actions(self, stages: Sequence[Stage]) -> tuple[Action, ...]:

@@ -8,7 +8,7 @@ segments to the user. The last segment is recorded in the sweep: its backward co
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from remat.schedules import _actions as do
 from remat.schedules._contract import (
@@ -25,7 +25,8 @@ class Every(AbstractSchedule):
     """Keeps the state at every `k`-th stage, and runs the stages between them again.
 
     Laws: no stage runs more than twice, those of the last segment once; between forward
-    and backward ceil(n/k) states and one segment's records are held, and never more.
+    and backward ceil(n/k) states and one segment's records are held, and never more. A stack
+    of k stages or fewer is one segment: it saves no memory, and warns.
 
     Args:
         k: stages in a segment, at least 1; the last segment may be shorter.
@@ -89,6 +90,8 @@ class Sqrt(AbstractSchedule):
     References:
         Chen et al., 2016, section 4.1, https://arxiv.org/abs/1604.06174.
     """
+
+    may_keep_all: ClassVar[bool] = True
 
     def actions(self, stages: Sequence[Stage]) -> tuple[do.Action, ...]:
         require_stages(stages)

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from remat import (
     RematError,
     RematWarning,
+    chain,
     checkpoint_name,
     modules,
     policies,
     remat,
     scan,
+    schedules,
     storage,
 )
 from tests.inspection import warned
@@ -292,6 +294,37 @@ def test_an_operator_without_a_default_overload_can_be_saved(target: Any) -> Non
 
     saved = [each.op for each in region.saved_residuals(leaf(2, 4)) if not each.path]
     assert saved == ["aten._softmax"]
+
+
+STACKS = {
+    "chain": (4, lambda x, schedule: chain([torch.sin] * 4, schedule)(x)),
+    "scan": (5, lambda x, schedule: scan(scaled, x, length=5, schedule=schedule)),
+}
+
+
+def scaled(h: Tensor, _: None) -> tuple[Tensor, None]:
+    """A step."""
+    return h.tanh() * h, None
+
+
+@pytest.mark.parametrize(("count", "run"), STACKS.values(), ids=STACKS)
+def test_a_schedule_that_runs_no_stage_again_says_so(count: int, run: Any) -> None:
+    (text,) = warned(lambda: run(leaf(), schedules.Every(count)))
+    assert f"a stack of {count} stages: the schedule Every(k={count}) saves no" in text
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [schedules.Every(3), schedules.Revolve(9), schedules.Budget(1.0)],
+    ids=repr,
+)
+def test_a_schedule_that_runs_one_again_or_has_a_limit_says_nothing(schedule: Any):
+    assert not warned(lambda: STACKS["chain"][1](leaf(), schedule))
+
+
+def test_a_rule_of_few_stages_says_nothing() -> None:
+    """Whoever chooses it does not choose how many stages a segment has."""
+    assert not warned(lambda: chain([torch.sin, torch.tanh], schedules.Sqrt())(leaf()))
 
 
 @pytest.mark.contract
