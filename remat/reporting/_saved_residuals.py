@@ -21,7 +21,8 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Re
     This only traces the function. It differentiates the tensors that require grad,
     captured ones included, or, if there are none, every floating tensor argument. A
     view of an argument counts as that argument. For arguments that only a second
-    derivative needs, `reason` says so.
+    derivative needs, `reason` says so. Regions inside `f` save what their policies say, but
+    their storages are not applied: ask such a region itself, or `report`.
 
     Args:
         f: a region, or any function, with regions inside or without.
