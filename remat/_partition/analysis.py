@@ -31,7 +31,8 @@ class Analysis:
 
     joint: Joint
     numbers: tuple[int, ...]  # the class of each value
-    #: For each class the forward value in it that takes least to run beside the outputs.
+    #: For each class the forward value in it that takes least to run beside the outputs; of
+    #: these one that the backward reads: through another a second derivative would flow twice.
     members: dict[int, int]
     roots: tuple[int, ...]  # for each value the one whose storage it shares
     forward: tuple[int, ...]  # the forward values that are not inputs, in order
@@ -122,8 +123,9 @@ def analyze(joint: Joint) -> Analysis:
         if value.op is not None and not value.is_backward
     )
     distances = _distances(joint)
+    read = {use for value in values if value.is_backward for use in value.uses}
     members: dict[int, int] = {}
-    for index in sorted(forward, key=distances.__getitem__):
+    for index in sorted(forward, key=lambda each: (distances[each], each not in read)):
         members.setdefault(numbers[index], index)
     return Analysis(joint, numbers, members, roots(joint.graph), forward)
 
