@@ -33,6 +33,16 @@ UNINITIALIZED = frozenset(
     }
 )
 
+#: They read nothing of their first argument but its sizes; and what makes the same of sizes.
+FILLED_LIKE: dict[Any, Any] = {
+    _aten.ones_like.default: _aten.ones.default,
+    _aten.zeros_like.default: _aten.zeros.default,
+    _aten.full_like.default: _aten.full.default,
+    _aten.new_ones.default: _aten.ones.default,
+    _aten.new_zeros.default: _aten.zeros.default,
+    _aten.new_full.default: _aten.full.default,
+}
+
 #: Refuses a lazy conjugate. A trace of `x.real` has it, as what stands for `x` is not one.
 AS_REAL: Any = _aten.view_as_real.default
 

@@ -7,12 +7,16 @@ graph in two and putting barriers into a backward are all done by `Building`.
 """
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
+import torch
+
 from remat._graph import operators
 from remat._graph.meta import Meta, TensorMeta, metas_in
+from remat._torch import sizes
 
 
 @final
@@ -74,6 +78,21 @@ class Value:
         if self.state is not None:
             found.append(self.state.index)
         return tuple(found)
+
+
+def filled_alone(value: Value) -> Value | None:
+    """The step that repeats a number without the tensor whose sizes it takes; None of others."""
+    if value.op not in operators.FILLED_LIKE or not isinstance(value.meta, TensorMeta):
+        return None
+    op, meta = operators.FILLED_LIKE[value.op], value.meta
+    shape = meta.shape
+    if any(isinstance(size, sizes.SYMBOLIC) for size in shape):
+        return None
+    if meta.stride != tuple(math.prod(shape[k:]) for k in range(1, len(shape) + 1)):
+        return None
+    args = (shape, value.args[-1]) if op is torch.ops.aten.full.default else (shape,)
+    kwargs = (("dtype", meta.dtype), ("device", meta.device))
+    return dataclasses.replace(value, op=op, args=args, kwargs=kwargs)
 
 
 def refs(tree: Any) -> Iterator[int]:

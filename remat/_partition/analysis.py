@@ -17,7 +17,7 @@ from remat._graph.flops import step_flops
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.numbering import value_numbers
-from remat._graph.values import Graph, Ref, roots, step_behind
+from remat._graph.values import Graph, Ref, filled_alone, roots, step_behind
 from remat._torch import sizes
 from remat._torch.taking_functions import Applied
 
@@ -67,8 +67,9 @@ class Analysis:
 
     @functools.cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
-        """For each value those that it reads: walked again for each cut."""
-        return tuple(value.uses for value in self.joint.graph.values)
+        """For each value those whose numbers it reads: walked again for each cut."""
+        values = self.joint.graph.values
+        return tuple(() if filled_alone(each) else each.uses for each in values)
 
     @functools.cached_property
     def checks(self) -> tuple[int, ...]:

@@ -15,7 +15,16 @@ import torch
 
 from remat._graph import operators
 from remat._graph.joint import Joint, View, view_path
-from remat._graph.values import Building, Graph, Ref, Value, check, prune, roots
+from remat._graph.values import (
+    Building,
+    Graph,
+    Ref,
+    Value,
+    check,
+    filled_alone,
+    prune,
+    roots,
+)
 from remat._partition.analysis import Analysis, Decisions
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
@@ -153,9 +162,11 @@ def backward_graph(
 
     A draw of the forward that the backward repeats reads its recorded state. Each value is
     recomputed just before the first step that reads it, so that the values of one layer are
-    freed before those of the next layer are computed.
+    freed before those of the next layer are computed. A tensor of which a step reads the sizes
+    alone is not there for that.
     """
     values = joint.graph.values
+    unread = frozenset(range(joint.num_operands)) - found.operands
     inputs = [
         *saved,
         *range(joint.num_operands),
@@ -175,6 +186,8 @@ def backward_graph(
             is_redraw=value.is_redraw or is_draw,
             rank=found.repeats.get(index, -1),
         )
+        if not unread.isdisjoint(step.uses) or not new.places.keys() >= {*step.uses}:
+            step = filled_alone(step) or step
         new.copy(index, step)
     return check(new.graph(len(inputs), wanted))
 

@@ -13,6 +13,7 @@ from torch.func import grad
 from remat import checkpoint_name, policies, remat
 from tests.support import (
     ALIASING,
+    assert_bitwise,
     backward_operators,
     count_operators,
     fresh,
@@ -63,6 +64,44 @@ def test_sums_are_not_run_again():
     assert counts["aten.exp"] == 1
     assert counts["aten.add"] <= 1 + 2  # exp(x) + y, and two sums of gradients
     assert counts["aten.mean"] == counts["aten.sub"] == counts["aten.sin"] == 0
+
+
+SIZES_ALONE = {
+    "ones_like": torch.ones_like,
+    "zeros_like": lambda y: torch.zeros_like(y) + 2,
+    "full_like": lambda y: torch.full_like(y, 2.0),
+    "new_ones": lambda y: y.new_ones(3, 5),
+    "new_zeros": lambda y: y.new_zeros((3, 5)) + 2,
+    "new_full": lambda y: y.new_full((3, 5), 2.0),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("made", SIZES_ALONE.values(), ids=SIZES_ALONE)
+def test_a_value_whose_sizes_alone_are_read_is_not_run_again(made):
+    def fun(x, w):
+        return x.sin() * made(x.sin() @ w).sum()
+
+    args = seeded(3, 4), seeded(4, 5, seed=1)
+    region = remat(fun)
+
+    assert not backward_operators(region, *args)["aten.mm"]
+    assert_bitwise(grads(region, args)[:1], grads(fun, args)[:1])
+
+
+@pytest.mark.contract
+def test_the_energy_of_a_force_is_not_run_again():
+    """`grad` inside a function reads of what it differentiates the sizes of the ones it begins with."""
+
+    def force(x, w, v):
+        return grad(lambda x: ((x @ w).tanh() @ v).sum())(x)
+
+    args = seeded(3, 4), seeded(4, 4, seed=1), seeded(4, 9, seed=2)
+    counts = backward_operators(remat(force), *args)
+    plain = backward_operators(force, *args)
+
+    assert counts["aten.mm"] == plain["aten.mm"] + 2  # x @ w, and the cotangent @ v.mT
+    assert counts["aten.tanh"] == 1
 
 
 def attended(h):
