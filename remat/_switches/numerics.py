@@ -8,13 +8,13 @@ the choice of attention kernels.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import torch
 
 from remat._torch import guards, modes
+from remat._torch.autocast import autocast_devices
 
 
 class Numerics(NamedTuple):
@@ -24,6 +24,8 @@ class Numerics(NamedTuple):
     autocast: tuple[tuple[str, torch.dtype], ...]
     #: The default device of what factories make, and torch-function modes of the user's.
     functions: modes.FunctionModes
+    #: What each device type casts to once code switches autocast on, whether it is on or not.
+    autocast_dtypes: tuple[tuple[str, torch.dtype], ...]
     autocast_cache: bool  # whether a cast of a weight is kept for its next use
     default_dtype: torch.dtype  # what factories make
     deterministic: tuple[bool, bool]  # (algorithms, warn only)
@@ -38,14 +40,13 @@ class Numerics(NamedTuple):
         if known is not None and known[1:3] == (kernels, functions) and known[0]():
             return known[3]
         precision, *switches = kernels
-        autocast = tuple(
-            (device, torch.get_autocast_dtype(device))
-            for device in _autocast_devices()
-            if torch.is_autocast_enabled(device)
+        dtypes = tuple(
+            (device, torch.get_autocast_dtype(device)) for device in autocast_devices()
         )
         current = cls(
-            autocast,
+            tuple(pair for pair in dtypes if torch.is_autocast_enabled(pair[0])),
             functions,
+            dtypes,
             torch.is_autocast_cache_enabled(),
             torch.get_default_dtype(),
             (
@@ -61,7 +62,7 @@ class Numerics(NamedTuple):
 
     def are_met_by(self, found: Numerics) -> bool:
         """Whether a program, which names the devices of what it makes, computes the same there."""
-        return not found.autocast and (found is self or found[2:] == self[2:])
+        return not found.autocast and (found is self or found[_OTHERS] == self[_OTHERS])
 
     @contextlib.contextmanager
     def applied(self) -> Generator[None]:
@@ -74,10 +75,10 @@ class Numerics(NamedTuple):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.settled())
             stack.enter_context(self.functions.applied())
-            for device in _autocast_devices():
-                dtype, cache = dict(self.autocast).get(device), self.autocast_cache
+            for device, dtype in self.autocast_dtypes:
+                is_on = (device, dtype) in self.autocast
                 stack.enter_context(
-                    torch.autocast(device, dtype, dtype is not None, cache)
+                    torch.autocast(device, dtype, is_on, self.autocast_cache)
                 )
             if self.autocast:
                 torch.clear_autocast_cache()
@@ -116,7 +117,7 @@ class Numerics(NamedTuple):
                     for device, dtype in found.autocast:
                         off = torch.autocast(device, dtype, enabled=False)
                         stack.enter_context(off)
-                    yield None if found[2:] == self[2:] else turn
+                    yield None if found[_OTHERS] == self[_OTHERS] else turn
             finally:
                 found.put_in_force()
 
@@ -128,19 +129,11 @@ class Numerics(NamedTuple):
         guards.choose_attention(self.switches)
 
 
+# The fields by which a program computes otherwise that holds its casts and names its devices.
+_OTHERS = slice(3, None)
+
 # By grad mode, which the guard looks at too: when it holds, the kernels and the functions that
 # it goes with, and what was found then.
 _known: dict[
     bool, tuple[Callable[[], bool], tuple[Any, ...], modes.FunctionModes, Numerics]
 ] = {}
-
-
-def _autocast_devices() -> tuple[str, ...]:
-    return _devices_beside_cpu(torch.accelerator.current_accelerator())
-
-
-@functools.cache
-def _devices_beside_cpu(accelerator: torch.device | None) -> tuple[str, ...]:
-    if accelerator is None or not torch.accelerator.is_available():
-        return ("cpu",)
-    return ("cpu", accelerator.type)

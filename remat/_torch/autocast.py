@@ -1,10 +1,11 @@
-"""Autocast's cache of cast weights.
+"""Autocast: the device types that have it, and its cache of cast weights.
 
 Obsolete when torch has a public name for what it keeps.
 """
 
 # pyright: reportPrivateUsage=false
 import contextlib
+import functools
 from collections.abc import Generator
 
 import torch
@@ -22,6 +23,18 @@ def autocast_cache(enabled: bool) -> Generator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(found)
+
+
+def autocast_devices() -> tuple[str, ...]:
+    """The device types here that autocast may be switched on for."""
+    return _devices_beside_cpu(torch.accelerator.current_accelerator())
+
+
+@functools.cache
+def _devices_beside_cpu(accelerator: torch.device | None) -> tuple[str, ...]:
+    if accelerator is None or not torch.accelerator.is_available():
+        return ("cpu",)
+    return ("cpu", accelerator.type)
 
 
 def autocast_keeps_casts() -> bool:

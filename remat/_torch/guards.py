@@ -14,7 +14,7 @@ import torch
 import torch._C._functorch as functorch_c
 from torch import Tensor, nn
 
-from remat._torch.autocast import autocast_keeps_casts, is_weight
+from remat._torch.autocast import autocast_devices, autocast_keeps_casts, is_weight
 from remat._torch.levels import (
     all_unwrapped,
     dual_levels,
@@ -203,7 +203,9 @@ def thread_guard() -> Callable[[], bool]:
     `tensor_guard`, which fails under every other transform and dispatch mode. It may also fail
     because the number of threads has changed.
     """
-    same_state, levels, read = state_guard(), dual_levels, torch._C
+    same_state, levels, read = _guards.GlobalStateGuard().check, dual_levels, torch._C
+    autocast_dtype, devices = torch.get_autocast_dtype, autocast_devices()
+    were_dtypes = [*map(autocast_dtype, devices)]
     precision, flash = matmul_precision, read._get_flash_sdp_enabled
     efficient, math = read._get_mem_efficient_sdp_enabled, read._get_math_sdp_enabled
     cudnn, products = read._get_cudnn_sdp_enabled, read._get_fp32_precision_getter
@@ -218,6 +220,7 @@ def thread_guard() -> Callable[[], bool]:
         return (
             levels._current_level < 0
             and same_state()
+            and [*map(autocast_dtype, devices)] == were_dtypes
             and products("mkldnn", "matmul") == was_in_onednn
             and (is_highest or precision() == was_precision)
             and flash() is was_flash
@@ -235,6 +238,10 @@ def state_guard() -> Callable[[], bool]:
     """A check that this thread's autocast, default dtype and determinism are as now.
 
     This is torch.compile's own guard, which also checks grad mode and the number of threads.
-    It takes a fifth of the time of reading them. Obsolete when torch has a public name.
+    It takes a fifth of the time of reading them, and misses what autocast would cast to where
+    it is off. Obsolete when torch has a public name.
     """
-    return _guards.GlobalStateGuard().check
+    is_same, read = _guards.GlobalStateGuard().check, torch.get_autocast_dtype
+    devices = autocast_devices()
+    dtypes = [*map(read, devices)]
+    return lambda: is_same() and [*map(read, devices)] == dtypes

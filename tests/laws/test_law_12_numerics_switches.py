@@ -5,6 +5,7 @@ under the forward's."
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -488,6 +489,22 @@ def test_the_outputs_dtype_follows_autocast() -> None:
     assert region(x, w).dtype == torch.float32
     with bfloat16:
         assert region(x, w).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_what_autocast_casts_to_where_it_is_off_belongs_to_the_signature(engine: Any):
+    """A function that switches it on, and names no dtype, gets that."""
+
+    def plain(*leaves: Tensor) -> Tensor:
+        with torch.autocast(HERE):
+            return mlp(*leaves)
+
+    region = remat(plain, engine=engine)
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        off = functools.partial(torch.autocast, HERE, dtype=dtype, enabled=False)
+        found = value_and_gradients(region, off)
+        assert_bitwise(found, value_and_gradients(plain, off))
+        assert found[0].dtype == dtype
 
 
 def test_autocast_states_after_a_call_are_as_before() -> None:
