@@ -33,15 +33,30 @@ UNINITIALIZED = frozenset(
     }
 )
 
-#: They read nothing of their first argument but its sizes; and what makes the same of sizes.
-FILLED_LIKE: dict[Any, Any] = {
-    _aten.ones_like.default: _aten.ones.default,
-    _aten.zeros_like.default: _aten.zeros.default,
-    _aten.full_like.default: _aten.full.default,
-    _aten.new_ones.default: _aten.ones.default,
-    _aten.new_zeros.default: _aten.zeros.default,
-    _aten.new_full.default: _aten.full.default,
+# Where among their arguments these take a tensor of which they read the sizes and strides alone.
+_BY_SIZES: dict[Any, int] = {
+    **dict.fromkeys([_aten.ones_like.default, _aten.zeros_like.default], 0),
+    **dict.fromkeys([_aten.full_like.default, _aten.new_full.default], 0),
+    **dict.fromkeys([_aten.new_ones.default, _aten.new_zeros.default], 0),
+    **dict.fromkeys([_aten.empty_like.default, _aten.new_empty.default], 0),
+    _aten.avg_pool2d_backward.default: 1,
+    _aten.avg_pool3d_backward.default: 1,
+    _aten._adaptive_avg_pool2d_backward.default: 1,
+    _aten._adaptive_avg_pool3d_backward.default: 1,
+    _aten.max_pool2d_with_indices_backward.default: 1,
+    _aten.max_pool3d_with_indices_backward.default: 1,
+    _aten.adaptive_max_pool2d_backward.default: 1,
+    _aten.adaptive_max_pool3d_backward.default: 1,
+    _aten.reflection_pad1d_backward.default: 1,
+    _aten.reflection_pad2d_backward.default: 1,
+    _aten.reflection_pad3d_backward.default: 1,
+    _aten.replication_pad1d_backward.default: 1,
+    _aten.replication_pad2d_backward.default: 1,
+    _aten.replication_pad3d_backward.default: 1,
+    _aten.nll_loss_backward.default: 1,
+    _aten.nll_loss2d_backward.default: 1,
 }
+_CONVOLUTION_BACKWARD = _aten.convolution_backward.default
 
 #: Refuses a lazy conjugate. A trace of `x.real` has it, as what stands for `x` is not one.
 AS_REAL: Any = _aten.view_as_real.default
@@ -113,6 +128,20 @@ def viewed(value: ValueLike) -> int | None:
     is_op = isinstance(value.op, schemas.OpOverload)
     is_view = is_op and value.args and returns_view(value.op)
     return getattr(value.args[0], "index", None) if is_view else None
+
+
+def read_by_sizes(value: ValueLike) -> Sequence[Any]:
+    """The arguments of which an operator reads the sizes and strides alone."""
+    if value.op is _CONVOLUTION_BACKWARD:
+        # The gradient of the input reads the weight, and that of the weight the input.
+        gives_inputs, gives_weights, _ = value.args[-1]
+        _, given, weight, *_ = value.args
+        return [
+            *([] if gives_weights else [given]),
+            *([] if gives_inputs else [weight]),
+        ]
+    place = _BY_SIZES.get(value.op)
+    return [] if place is None else [value.args[place]]
 
 
 def ends_gradient(value: ValueLike) -> bool:

@@ -7,7 +7,6 @@ graph in two and putting barriers into a backward are all done by `Building`.
 """
 
 import dataclasses
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -15,8 +14,7 @@ from typing import Any, final
 import torch
 
 from remat._graph import operators
-from remat._graph.meta import Meta, TensorMeta, metas_in
-from remat._torch import sizes
+from remat._graph.meta import Meta, TensorMeta, is_open, metas_in
 
 
 @final
@@ -80,19 +78,23 @@ class Value:
         return tuple(found)
 
 
-def filled_alone(value: Value) -> Value | None:
-    """The step that repeats a number without the tensor whose sizes it takes; None of others."""
-    if value.op not in operators.FILLED_LIKE or not isinstance(value.meta, TensorMeta):
-        return None
-    op, meta = operators.FILLED_LIKE[value.op], value.meta
-    shape = meta.shape
-    if any(isinstance(size, sizes.SYMBOLIC) for size in shape):
-        return None
-    if meta.stride != tuple(math.prod(shape[k:]) for k in range(1, len(shape) + 1)):
-        return None
-    args = (shape, value.args[-1]) if op is torch.ops.aten.full.default else (shape,)
+def by_sizes(value: Value, values: Sequence[Value]) -> frozenset[int]:
+    """The values of which a step reads the sizes and strides alone, where these are known."""
+    found: set[int] = set()
+    for index in refs([*operators.read_by_sizes(value)]):
+        meta = values[index].meta
+        is_known = isinstance(meta, TensorMeta) and not is_open(meta)
+        if is_known and value.uses.count(index) == 1:
+            found.add(index)
+    return frozenset(found)
+
+
+def without_numbers(meta: TensorMeta) -> Value:
+    """A step that makes a tensor of this metadata, for what reads nothing else of it."""
     kwargs = (("dtype", meta.dtype), ("device", meta.device))
-    return dataclasses.replace(value, op=op, args=args, kwargs=kwargs)
+    args = (meta.shape, meta.stride)
+    op = torch.ops.aten.empty_strided.default
+    return Value(op, args, kwargs, meta, is_backward=True)
 
 
 def refs(tree: Any) -> Iterator[int]:

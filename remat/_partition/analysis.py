@@ -17,7 +17,7 @@ from remat._graph.flops import step_flops
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.numbering import value_numbers
-from remat._graph.values import Graph, Ref, filled_alone, roots, step_behind
+from remat._graph.values import Graph, Ref, by_sizes, roots, step_behind
 from remat._torch import sizes
 from remat._torch.taking_functions import Applied
 
@@ -69,7 +69,10 @@ class Analysis:
     def uses(self) -> tuple[tuple[int, ...], ...]:
         """For each value those whose numbers it reads: walked again for each cut."""
         values = self.joint.graph.values
-        return tuple(() if filled_alone(each) else each.uses for each in values)
+        return tuple(
+            tuple(use for use in value.uses if use not in by_sizes(value, values))
+            for value in values
+        )
 
     @functools.cached_property
     def checks(self) -> tuple[int, ...]:

@@ -9,21 +9,23 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 
 from remat._graph import operators
 from remat._graph.joint import Joint, View, view_path
+from remat._graph.meta import TensorMeta
 from remat._graph.values import (
     Building,
     Graph,
     Ref,
     Value,
+    by_sizes,
     check,
-    filled_alone,
     prune,
     roots,
+    without_numbers,
 )
 from remat._partition.analysis import Analysis, Decisions
 
@@ -162,8 +164,8 @@ def backward_graph(
 
     A draw of the forward that the backward repeats reads its recorded state. Each value is
     recomputed just before the first step that reads it, so that the values of one layer are
-    freed before those of the next layer are computed. A tensor of which a step reads the sizes
-    alone is not there for that.
+    freed before those of the next layer are computed. For a tensor of which a step reads the
+    sizes alone stands one without numbers, unless it is there anyway.
     """
     values = joint.graph.values
     unread = frozenset(range(joint.num_operands)) - found.operands
@@ -186,8 +188,10 @@ def backward_graph(
             is_redraw=value.is_redraw or is_draw,
             rank=found.repeats.get(index, -1),
         )
-        if not unread.isdisjoint(step.uses) or not new.places.keys() >= {*step.uses}:
-            step = filled_alone(step) or step
+        for use in by_sizes(value, values):
+            if use in unread or use not in new.places:
+                new.places[use] = len(new.values)
+                new.values.append(without_numbers(cast("TensorMeta", values[use].meta)))
         new.copy(index, step)
     return check(new.graph(len(inputs), wanted))
 

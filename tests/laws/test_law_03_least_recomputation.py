@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad
 
-from remat import checkpoint_name, policies, remat
+from remat import checkpoint_name, policies, remat, saved_residuals
 from tests.support import (
     ALIASING,
     assert_bitwise,
@@ -102,6 +102,41 @@ def test_the_energy_of_a_force_is_not_run_again():
 
     assert counts["aten.mm"] == plain["aten.mm"] + 2  # x @ w, and the cotangent @ v.mT
     assert counts["aten.tanh"] == 1
+
+
+def image(x):
+    return x.sin()[None, None]
+
+
+POOLS = {
+    "avg_pool2d": lambda y: F.avg_pool2d(y, 2),
+    "adaptive_avg_pool2d": lambda y: F.adaptive_avg_pool2d(y, 2),
+    "max_pool2d": lambda y: F.max_pool2d(y, 2),
+    "adaptive_max_pool2d": lambda y: F.adaptive_max_pool2d(y, 2),
+    "reflection_pad2d": lambda y: F.pad(y, (1, 1, 1, 1), mode="reflect"),
+    "replication_pad2d": lambda y: F.pad(y, (1, 1, 1, 1), mode="replicate"),
+    "convolution of frozen weights": lambda y: F.conv2d(y, y.new_ones(1, 1, 2, 2)),
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("policy", [None, policies.save_matmul_outputs], ids=repr)
+@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
+def test_a_convolution_is_not_run_again_for_its_sizes(pool, policy):
+    """What pools it reads indices, or nothing, of what it pools."""
+
+    def fun(x):
+        return pool(F.conv2d(image(x), x.new_ones(1, 1, 3, 3), padding=1))
+
+    x = seeded(4, 6)
+    region = remat(fun, policy=policy)
+    counts = backward_operators(region, x)
+
+    keeps_indices = "max" in str(counts)
+    assert counts["aten.convolution"] == keeps_indices * (policy is None)
+    saved = [each.op for each in saved_residuals(region, x) if not each.path]
+    assert saved == ["aten.convolution"] * (keeps_indices and policy is not None)
+    assert_bitwise(grads(region, (x,)), grads(fun, (x,)))
 
 
 def attended(h):
