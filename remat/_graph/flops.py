@@ -14,7 +14,8 @@ from remat._graph.values import Graph, Value, replace_refs
 
 def step_flops(graph: Graph, value: Value) -> int:
     """FLOPs of one step by torch's own formulas, 0 where it has none."""
-    if value.op is None:
+    metas = (value.meta, *(graph.values[index].meta for index in value.uses))
+    if value.op is None or None in metas:  # a sparse tensor is computed with
         return 0
 
     def shape(index: int) -> object:

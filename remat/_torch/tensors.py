@@ -47,6 +47,12 @@ READ_MEMORY: tuple[Any, ...] = (
     _Tensor.storage, _Tensor._typed_storage, _Tensor.__reduce_ex__, _Tensor.share_memory_,
     _Tensor.__dlpack__, _Tensor.apply_, _Tensor.map_, _Tensor.map2_,
 )  # fmt: skip
+#: What asks a sparse tensor for the tensors that it is made of, or how long these are.
+_SPARSE_PARTS: frozenset[Any] = frozenset(
+    {_Tensor._nnz, _Tensor._indices, _Tensor._values, _Tensor.indices, _Tensor.values}
+    | {_Tensor.crow_indices, _Tensor.ccol_indices}
+    | {_Tensor.row_indices, _Tensor.col_indices}
+)
 #: What asks how a tensor came to be, by the name of each: what stands for it is another one.
 ASK_FOR_HISTORY: dict[Any, str] = {
     cast("Any", Tensor.is_leaf).__get__: "is_leaf",
@@ -161,6 +167,13 @@ def sizes_of(storages: Iterable[torch.UntypedStorage]) -> dict[int, int]:
 def memory_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     """The bytes that tensors keep alive: of all of each storage, once, by its key."""
     return sizes_of(each for tensor in tensors for each in storages_of(tensor))
+
+
+def asks_for_unknown_parts(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a call asks a sparse fake for what depends on numbers: it is said to hold none."""
+    if func not in _SPARSE_PARTS or args[0].layout in (torch.strided, torch.jagged):
+        return False
+    return args[0]._nnz() == 0
 
 
 def _parts_of(sparse: Tensor) -> list[Tensor]:

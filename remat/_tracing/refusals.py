@@ -479,6 +479,15 @@ def of_the_users(
     return of_a_step(error, where)
 
 
+def unknown_parts(func: Any) -> TraceError:
+    return TraceError.of(
+        where=f"`.{func.__name__}()` of a sparse tensor at {user_line()}",
+        what="asks how much the tensor holds.",
+        why="That depends on numbers, and a trace has none.",
+        do=f"Use torch.nonzero_static, which fixes how much; or {_RERUN}.",
+    )
+
+
 #: What torch raises where a transform inside of a function is differentiated once more than it can,
 #: and in the backward of a sparse tensor that is made of values.
 _OF_TORCHS_OWN = (

@@ -332,9 +332,7 @@ class UserCalls(TorchFunctionMode):
             running.reshapes = running.reshapes or user_line()
         running.is_custom |= func is Tensor.register_hook  # pyright: ignore[reportUnknownMemberType]
         args, kwargs = trees.map_tensors(lift, (args, kwargs))
-        is_counted = tensors.counts_in_memory(func, args, kwargs)
-        if is_counted and running.is_in_given_memory(args[0]):
-            raise refusals.counts_in_given_memory(func, args[0])
+        self._require_known_memory(func, args, kwargs)
         args, kwargs, copies = arrays.copied(func, args, kwargs)
         if func == tensors.SET_DATA and not tensors.is_own_data(*args):
             raise refusals.sets_data(args[0])
@@ -362,6 +360,14 @@ class UserCalls(TorchFunctionMode):
             weakref.ref(each) for each in trees.tensor_leaves(out) if is_fake(each)
         )
         return out
+
+    def _require_known_memory(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Refuses what counts in another tensor's memory, or asks how much a sparse one holds."""
+        is_counted = tensors.counts_in_memory(func, args, kwargs)
+        if is_counted and self._running.is_in_given_memory(args[0]):
+            raise refusals.counts_in_given_memory(func, args[0])
+        if tensors.asks_for_unknown_parts(func, args):
+            raise refusals.unknown_parts(func)
 
     def _call_lifted(self, func: Any, args: Any, kwargs: Any) -> Any:
         if taking_functions.takes_functions(func):

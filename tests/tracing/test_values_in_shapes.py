@@ -100,6 +100,59 @@ def test_a_sparse_result_is_refused(kind: str) -> None:
         remat(lambda x: getattr(x.sin(), kind)())(seeded(3, 2).requires_grad_())
 
 
+EDGES = torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 1, 0]], dtype=torch.float64)
+
+OF_EDGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "_nnz": lambda x: x / EDGES.to_sparse()._nnz(),
+    "indices": lambda x: x[EDGES.to_sparse().indices()[0][:2]],
+    "values": lambda x: x * EDGES.to_sparse_csr().values().numel(),
+    "crow_indices": lambda x: x * EDGES.to_sparse_csr().crow_indices()[-1],
+    "col_indices": lambda x: x * len(EDGES.to_sparse_csr().col_indices()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:.*from now on:remat.RematWarning")
+@pytest.mark.parametrize("part", OF_EDGES)
+def test_how_much_a_sparse_tensor_holds_is_refused(part: str) -> None:
+    """torch's stand-in says that it holds nothing."""
+    x, fun = seeded(3, 4).requires_grad_(), OF_EDGES[part]
+
+    with pytest.raises(
+        TraceError, match=rf"`\.{part}\(\)` of a sparse tensor at test_v"
+    ):
+        remat(fun)(x)
+    assert_bitwise(remat(fun, engine="auto")(x), fun(x))
+
+
+def test_what_is_made_of_indices_and_values_holds_these() -> None:
+    at, held = torch.tensor([[0, 1], [1, 0]]), torch.ones(2, dtype=torch.float64)
+
+    def fun(x: Tensor) -> Tensor:
+        sparse = torch.sparse_coo_tensor(at, held, (3, 3), check_invariants=False)
+        return x * sparse._nnz()
+
+    x = seeded(3, 4).requires_grad_()
+    assert_bitwise(remat(fun)(x), fun(x))
+
+
+PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "matmul": lambda x: EDGES.to_sparse() @ x.sin(),
+    "mm": lambda x: torch.sparse.mm(EDGES.to_sparse(), x.sin()),
+    "compressed": lambda x: EDGES.to_sparse_csr() @ x.sin(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test_a_sparse_tensor_is_multiplied(product: Callable[[Tensor], Tensor]) -> None:
+    x = seeded(3, 4).requires_grad_()
+    found, expected = remat(product)(x), product(x)
+
+    assert_bitwise(found, expected)
+    assert_bitwise(*(torch.autograd.grad(y.sum(), x) for y in (found, expected)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_in_groups(dtype: torch.dtype) -> None:
     """A mixture of experts calls them; torch 2.13 knows the shapes of one dtype's alone."""
