@@ -132,10 +132,9 @@ def viewed(value: ValueLike) -> int | None:
 
 def read_by_sizes(value: ValueLike) -> Sequence[Any]:
     """The arguments of which an operator reads the sizes and strides alone."""
-    if value.op is _CONVOLUTION_BACKWARD:
+    if value.op is _CONVOLUTION_BACKWARD and not value.kwargs:
         # The gradient of the input reads the weight, and that of the weight the input.
-        gives_inputs, gives_weights, _ = value.args[-1]
-        _, given, weight, *_ = value.args
+        _, given, weight, *_, (gives_inputs, gives_weights, _) = value.args
         return [
             *([] if gives_weights else [given]),
             *([] if gives_inputs else [weight]),
