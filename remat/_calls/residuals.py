@@ -25,9 +25,10 @@ class Residual:
     """One tensor that waits for a backward.
 
     Attributes:
-        name: what `checkpoint_name` called it; of an argument its path; or "".
+        name: what `checkpoint_name` called it; of an argument, or a copy of one, its path;
+            or "".
         path: where in the call it comes from ("params.w", "self.weight"); "" for a value
-            that the function made.
+            that the call made.
         op: the operator that made it, "aten.mm"; "input" for an argument.
         shape: the sizes of its dimensions.
         dtype: its dtype.
@@ -62,12 +63,15 @@ class Residual:
 
 _AGAIN = ", in memory that is counted with another"
 _SECOND = ", held for a second derivative only"
+_COPY = operators.short_name(torch.ops.aten.clone.default)
+_COPIED = ", as a copy because the call changes it"
+_STATE = "a generator state, from which a draw is repeated"
 
 
 def residuals_of(
     entry: Entry, operands: Sequence[Tensor], read: Cut | None = None
 ) -> list[Residual]:
-    """The saved values in the order of the forward, then the operands, which are given.
+    """What is saved, generator states too, in the order of the forward, then the operands.
 
     `read`: of a plain function, where no policy decides, what its backward reads.
     """
@@ -75,6 +79,9 @@ def residuals_of(
     analysis, values = stages.analysis, stages.joint.graph.values
     found = read or stages.cut
     reason = "a value that the backward reads" if read else region.policy.reason
+    # A plain function writes to what it is given, and keeps no state of a draw.
+    states = () if read else (state.index for state in stages.joint.states)
+    copied = () if read else (*entry.written, *entry.changed)
     counted: set[Hashable] = set()
 
     def residual(
@@ -83,7 +90,7 @@ def residuals_of(
         value = values[index]
         meta = value.meta
         assert isinstance(meta, TensorMeta)
-        op = operators.made_by(value, values)
+        op = _COPY if index in copied else operators.made_by(value, values)
         size_bytes = held_in(storage, meta).size_bytes
         if path:
             new = _memory(operands[index], storage, size_bytes)
@@ -94,16 +101,20 @@ def residuals_of(
         return Residual(name, path, *kind, storage, value.source, why)
 
     residuals: list[Residual] = []
-    for index in found.saved:
+    for index in sorted({*found.saved, *states}):
         number = analysis.numbers[analysis.roots[index]]
         names = analysis.views[number].names if number in analysis.views else ()
-        storage = Keep() if read else stages.decisions[number].storage
-        residuals.append(residual(index, storage, ", ".join(names), "", reason))
+        is_state = operators.is_rng_state(values[index].op)
+        is_kept = read or is_state
+        storage = Keep() if is_kept else stages.decisions[number].storage
+        why = _STATE if is_state else reason
+        residuals.append(residual(index, storage, ", ".join(names), "", why))
     for index, path in enumerate(entry.labels):
         if not read or index in read.operands:
             use = " that the backward reads" if index in found.operands else _SECOND
             storage = region.inputs.get(index, Keep())
             name = ", ".join(values[index].names) or path
+            path, use = ("", use + _COPIED) if index in copied else (path, use)
             residuals.append(residual(index, storage, name, path, f"an argument{use}"))
     return residuals
 

@@ -7,7 +7,6 @@ from typing import Any
 from remat._calls.decorated import is_region, plain_region
 from remat._calls.residuals import Residual, residuals_of
 from remat._errors import show_type
-from remat._graph import operators
 from remat._graph.meta import TensorMeta
 from remat._partition.analysis import Analysis
 from remat._partition.cut import Cut, cut
@@ -22,7 +21,8 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Re
     captured ones included, or, if there are none, every floating tensor argument. A
     view of an argument counts as that argument. For arguments that only a second
     derivative needs, `reason` says so. Regions inside `f` save what their policies say, but
-    their storages are not applied: ask such a region itself, or `report`.
+    their storages are not applied, and what they hold for a second derivative only is not
+    listed: ask such a region itself, or `report`.
 
     Args:
         f: a region, or any function, with regions inside or without.
@@ -30,7 +30,8 @@ def saved_residuals(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Re
         **kwargs: likewise.
 
     Returns:
-        What is saved, in the order of the forward, then the arguments.
+        What is saved, with the states of generators that draws are repeated from, in the
+        order of the forward; then the arguments, and copies of those that the call changes.
 
     Raises:
         TraceError: if `f` cannot be traced.
@@ -66,7 +67,6 @@ def _read_across(analysis: Analysis) -> Cut:
         for index in sorted(read)
         if index >= joint.graph.num_inputs
         and isinstance(values[index].meta, TensorMeta)
-        and not operators.is_rng_state(values[index].op)
     )
     operands = frozenset(index for index in read if index < joint.num_operands)
     return dataclasses.replace(whole, saved=saved, operands=operands)

@@ -19,10 +19,11 @@ from remat import (
     policies,
     print_saved_residuals,
     remat,
+    report,
     saved_residuals,
     storage,
 )
-from tests.support import LiveBytes, seeded
+from tests.support import LiveBytes, held_bytes, seeded
 
 
 def block(x: Tensor, w: Tensor) -> Tensor:
@@ -98,6 +99,58 @@ def test_one_memory_is_counted_once(again: Any, shared: bool, waits: Any) -> Non
     assert first.size_bytes == 16 * (2 if waits else 8)
     assert second.size_bytes == (0 if shared else first.size_bytes)
     assert ("memory that is counted" in second.reason) == shared
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("kind", ["dropout", "norm", "both"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.nothing_saveable,
+        policies.save_matmul_outputs,
+        policies.everything_saveable,
+    ],
+    ids=repr,
+)
+def test_states_and_copies_are_listed(
+    policy: Any, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As reports and plans count them: what is no argument is held, to the byte."""
+    layers: dict[str, list[nn.Module]] = {
+        "dropout": [nn.Dropout(0.3), nn.Tanh(), nn.Dropout(0.1)],
+        "norm": [nn.BatchNorm1d(22)],
+    }
+    layers["both"] = [*layers["norm"], *layers["dropout"]]
+    region = remat(nn.Sequential(nn.Linear(14, 22), *layers[kind]), policy=policy)
+    x = torch.randn(9, 14, requires_grad=True)
+
+    held = region.saved_residuals(x)
+
+    made = [each for each in held if each.op != "input"]
+    assert made == [each for each in held if not each.path]
+    (row,) = report(lambda x: region(x).sum(), x).regions
+    size_bytes = sum(each.size_bytes for each in made)
+    assert size_bytes == held_bytes(region, x) == row.held_bytes
+    states = [each for each in made if "generator state" in each.reason]
+    assert len(states) == (0 if kind == "norm" else 2)
+    copies = [each.name for each in made if "as a copy" in each.reason]
+    assert len(copies) == (0 if kind == "dropout" else 3)
+    assert "self.1.running_mean" in copies or kind == "dropout"
+    print_saved_residuals(region, x)
+    assert capsys.readouterr().out.count("a generator state") == len(states)
+
+
+def test_a_plain_function_keeps_no_state_and_no_copy() -> None:
+    """Its backward reads the masks; a region inside it draws from the state again."""
+    drop, norm = nn.Dropout(0.3), nn.BatchNorm1d(3)
+    region = remat(drop)
+    x = torch.randn(4, 3, requires_grad=True)
+
+    plain = saved_residuals(lambda x: norm(drop(x)).sin(), x)
+    around = saved_residuals(lambda x: region(x).sin(), x)
+
+    assert not [each for each in plain if "state" in each.reason or "copy" in each.name]
+    assert [each.op for each in around if "state" in each.reason] == ["remat.rng_state"]
 
 
 def test_paths_of_containers_and_captures() -> None:
