@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from remat._captures.iterators import advanced_since, positions
 from remat._captures.places import Step, read_place, write_place
 from remat._captures.walk import Survey
-from remat._errors import StaticArgumentError
+from remat._errors import StaticArgumentError, TraceError
 from remat._graph.meta import TensorMeta
 from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Call
@@ -67,6 +67,7 @@ from remat._torch.tensors import (
     as_class,
     class_of,
     copy_attributes,
+    has_slots,
     is_own_data,
     storage_key,
 )
@@ -98,6 +99,7 @@ def call(
         require_nothing_hidden(found, (fun, args, dict(kwargs)))
         return found
     _require_repeatable(args, kwargs)
+    _require_stand_ins(reach.operands)
     known = positions(reach.survey)
     flat = _FlatCall(fun, reach, wanted, draws=rng == "preserve")
     region = Rerun(flat, flat, wanted, flat.state)
@@ -128,6 +130,18 @@ def _require_repeatable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Non
                 what='is used up by the first run of engine="rerun".',
                 why="The second run, in the backward, would get what comes after.",
                 do="Pass what it yields as a tuple, a list or a dict.",
+            )
+
+
+def _require_stand_ins(operands: Sequence[Tensor]) -> None:
+    """Refuses tensors of which a copy would lack what the function may ask of them."""
+    for each in operands:
+        if has_slots(class_of(each)):
+            raise TraceError.of(
+                where=f"a tensor {TensorMeta.of(each)} of the class {type(each).__qualname__}",
+                what='has `__slots__`, which engine="rerun" cannot copy.',
+                why="The function runs on what stands for its tensors.",
+                do="Leave out `__slots__`, or pass `x.as_subclass(torch.Tensor)`.",
             )
 
 
@@ -219,6 +233,8 @@ class _FlatCall:
         self._cast_each_time = [*map(autocast.is_cast_each_time, reach.operands)]
         # What each run is under; a backward may have a thread of its own.
         self.numerics = Numerics.current()
+        # The caller may set others before the backward.
+        self._attributes = [{**vars(each)} for each in reach.operands]
         # What the last run returned, without its tensors: each holds the graph of its run.
         self.returned: trees.Frame
         # The places of operands that got a gradient by what the first run wrote to them. All
@@ -248,8 +264,8 @@ class _FlatCall:
         tensors = [autocast.cast_each_time(t) if anew else t for anew, t in pairs]
         # The operands are kept, so that no new tensor can have the id of one of them.
         stand_ins = dict(zip(map(id, self.reach.operands), tensors, strict=True))
-        for operand, tensor in zip(self.reach.operands, tensors, strict=True):
-            copy_attributes(operand, tensor)
+        for each in zip(self.reach.operands, tensors, self._attributes, strict=True):
+            copy_attributes(*each)
         leaves, spec = trees.flatten(self.reach.arguments)
         given = [
             stand_ins[id(leaf)] if isinstance(leaf, Tensor) else own_set(leaf)

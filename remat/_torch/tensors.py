@@ -103,22 +103,37 @@ def tensor_without_data(kind: type[Any], like: Tensor) -> Any:
     )
 
 
-def copy_attributes(tensor: Tensor, stand_in: Tensor) -> None:
-    """Gives what stands for a tensor the attributes that users have set on that.
+def copy_attributes(
+    tensor: Tensor, stand_in: Tensor, attributes: Mapping[str, Any] | None = None
+) -> None:
+    """Makes what stands for a tensor one of its class, with what users have set on that.
 
-    It is a parameter then too, to `isinstance`. Obsolete when a copy of a tensor can be asked for.
+    It is a parameter then too, to `isinstance`. A class with other operators makes its own.
+    `attributes` are what was set at another time. Obsolete when a copy of a tensor can be
+    asked for.
     """
-    if type(tensor) in {Tensor, nn.Parameter, nn.Buffer}:
-        vars(stand_in).update(vars(tensor))
-        if isinstance(tensor, nn.Parameter):
-            vars(stand_in)["_is_param"] = True
+    if _has_own_operators(tensor):
+        return
+    if not _has_own_operators(stand_in):
+        cast("Any", stand_in).__class__ = class_of(tensor)
+    vars(stand_in).update(vars(tensor) if attributes is None else attributes)
+    if isinstance(tensor, nn.Parameter):
+        vars(stand_in)["_is_param"] = True
 
 
 def class_of(tensor: Tensor) -> type[Tensor]:
     """The class of a tensor, if that has no other operators: a user's name for tensors."""
-    kind: Any = type(tensor)
-    has_own = kind.__torch_dispatch__ is not _Tensor.__torch_dispatch__
-    return Tensor if has_own or isinstance(tensor, nn.Parameter) else kind
+    is_plain = type(tensor) is nn.Parameter or _has_own_operators(tensor)
+    return Tensor if is_plain else type(tensor)
+
+
+def has_slots(kind: type[Tensor]) -> bool:
+    """Whether a class has attributes beyond a tensor's `__dict__`: no other one can become of it."""
+    return kind.__basicsize__ != Tensor.__basicsize__
+
+
+def _has_own_operators(tensor: Tensor) -> bool:
+    return cast("Any", tensor).__torch_dispatch__ is not _Tensor.__torch_dispatch__
 
 
 def as_class(tensor: Tensor | None, kind: type[Tensor]) -> Tensor | None:
