@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util import logging
 
 import remat
@@ -31,6 +32,12 @@ napoleon_use_rtype = False
 add_module_names = False
 # What users see is the page; where a module re-exports a name is one place of two.
 suppress_warnings = ["ref.python"]
+
+
+# The overloads of the decorator are for type checkers: the page shows each option, and its default.
+_analyzer = ModuleAnalyzer.for_module("remat._api")
+_analyzer.analyze()
+_analyzer.overloads.clear()
 
 
 def setup(app: Any) -> None:

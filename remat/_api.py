@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar, cast, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, cast, overload
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
@@ -10,12 +10,16 @@ from torch.compiler import is_dynamo_compiling
 from remat._calls import decorated_in_graph
 from remat._calls.decorated import (
     DecoratedFunction,
-    MethodRegion,
     RematModule,
     is_of_module,
 )
+from remat._calls.method_region import MethodRegion
 from remat._calls.options import (
+    Backend,
+    Engine,
+    Options,
     PolicyLike,
+    Rng,
     SavedInputs,
     Settings,
     require_function,
@@ -24,44 +28,34 @@ from remat._calls.options import (
 )
 from remat._torch import dynamo
 
+_M = TypeVar("_M", bound=nn.Module)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+class _Decorator(Protocol):
+    """`remat` with options, and without the function."""
+
+    @overload
+    def __call__(self, fun: _M, /) -> _M: ...
+
+    @overload
+    def __call__(self, fun: Callable[_P, _R], /) -> DecoratedFunction[_P, _R]: ...
+
+
+# As type checkers see it, a decorated module is of its own class.
+@overload
+def remat(fun: _M, /, **options: Unpack[Options]) -> _M: ...
+
+
 @overload
 def remat(
-    fun: Callable[_P, _R],
-    /,
-    *,
-    policy: PolicyLike = None,
-    saved_inputs: SavedInputs = None,
-    rng: str | None = None,
-    engine: str = "trace",
-    backend: str | None = None,
-    dynamic_shapes: bool = False,
-    static_argnums: int | Iterable[int] = (),
-    static_argnames: str | Iterable[str] = (),
-    verify: bool = False,
-    cache_size: int = 128,
+    fun: Callable[_P, _R], /, **options: Unpack[Options]
 ) -> DecoratedFunction[_P, _R]: ...
 
 
 @overload
-def remat(
-    fun: None = None,
-    /,
-    *,
-    policy: PolicyLike = None,
-    saved_inputs: SavedInputs = None,
-    rng: str | None = None,
-    engine: str = "trace",
-    backend: str | None = None,
-    dynamic_shapes: bool = False,
-    static_argnums: int | Iterable[int] = (),
-    static_argnames: str | Iterable[str] = (),
-    verify: bool = False,
-    cache_size: int = 128,
-) -> Callable[[Callable[_P, _R]], DecoratedFunction[_P, _R]]: ...
+def remat(fun: None = None, /, **options: Unpack[Options]) -> _Decorator: ...
 
 
 @dynamo.unseen_by_dynamo
@@ -71,9 +65,9 @@ def remat(
     *,
     policy: PolicyLike = None,
     saved_inputs: SavedInputs = None,
-    rng: str | None = None,
-    engine: str = "trace",
-    backend: str | None = None,
+    rng: Rng = None,
+    engine: Engine = "trace",
+    backend: Backend = None,
     dynamic_shapes: bool = False,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
@@ -125,7 +119,8 @@ def remat(
 
     Returns:
         A callable that looks like `fun`, with `.saved_residuals`, `.programs`,
-        `.cache_info` and `.cache_clear`; an nn.Module where `fun` is one.
+        `.cache_info` and `.cache_clear`; an nn.Module where `fun` is one, which for type
+        checkers is of the class of `fun`.
 
     Raises:
         PolicyError: `policy` is not a policy, or cannot be used with this engine.

@@ -248,7 +248,7 @@ def test_torchscript_records_the_plain_function(num_calls: int) -> None:
 
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "auto", "rerun"])
-def test_a_symbolic_trace_records_the_plain_function(engine: str) -> None:
+def test_a_symbolic_trace_records_the_plain_function(engine: Any) -> None:
     """Of a module and of a function, to whose regions it passes proxies."""
     model, x = nn.Sequential(Plain(), Plain()), torch.linspace(-1, 1, 12).view(4, 3)
     plain = torch.fx.symbolic_trace(model)
@@ -265,7 +265,7 @@ def test_a_symbolic_trace_records_the_plain_function(engine: str) -> None:
 @pytest.mark.contract
 @pytest.mark.filterwarnings("ignore:.*runs the function again in its backward")
 @pytest.mark.parametrize("engine", ["trace", "auto", "rerun"])
-def test_sizes_that_make_fx_leaves_open(engine: str) -> None:
+def test_sizes_that_make_fx_leaves_open(engine: Any) -> None:
     """They are refused before anything is looked up by them; a run again takes them."""
     region, x = remat(double_sine, engine=engine), seeded(3)
     other = seeded(5, seed=1)
@@ -520,7 +520,7 @@ register_pytree_node(Pair, lambda pair: ([*pair.parts], None), lambda c, _: Pair
 
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_a_registered_type_without_keys(engine: str) -> None:
+def test_a_registered_type_without_keys(engine: Any) -> None:
     """Its parts are called by number where they are named."""
 
     def fun(pairs: dict[str, Pair]) -> Pair:

@@ -6,6 +6,7 @@ hold, or of one that is made. Reads all rooms below it.
 - `options`: the options of `remat`, with their checks and refusals.
 - `decorated`: decorated functions, methods and modules, and the calls that need no region
   and run plainly.
+- `method_region`: a region around a method of one module, which follows its class.
 - `signature`: a call, taken apart into labelled tensors, wrapped static arguments and a
   key.
 - `routes`: the short way of calls alike, each behind a guard that recognizes it.

@@ -5,12 +5,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import gc
 import inspect
 import sys
 import types
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Generic, ParamSpec, TypeGuard, TypeVar, cast, final
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Self,
+    TypeGuard,
+    TypeVar,
+    cast,
+    final,
+    overload,
+)
 
 from torch import Tensor, fx, nn
 from torch.compiler import is_dynamo_compiling
@@ -24,7 +34,7 @@ from remat._calls.residuals import Residual, residuals_of
 from remat._calls.routes import MISSED
 from remat._calls.signature import CallSite, Statics, call_site
 from remat._captures.contents import code_key
-from remat._errors import CapturedTensorError, RematError, TraceError, require_callable
+from remat._errors import RematError, TraceError, require_callable
 from remat._partition.stages import Stages
 from remat._programs.program import Program
 from remat._regions.out_of_memory import name_of
@@ -34,7 +44,7 @@ from remat._rerun.dependence import require_nothing_hidden
 from remat._switches.blocks import is_inert, stand_in
 from remat._switches.numerics import Numerics
 from remat._torch import dynamo, levels, tracer
-from remat._torch.modules import calling_module, copied
+from remat._torch.modules import calling_module, copied, forward_of, is_copy
 from remat._tracing.refusals import LazyModuleError, advises_rerun
 from remat._tracing.thread import entered, has_open_sizes, is_lifting, is_running, lift
 from remat._user_lines import warn
@@ -42,6 +52,7 @@ from remat.policies import AbstractPolicy, nothing_saveable
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Bound = ParamSpec("_Bound")  # without the object
 
 
 # By the code and the options.
@@ -81,7 +92,7 @@ class DecoratedFunction(Generic[_P, _R]):
             return self._fun(*args, **kwargs)
         if self._takes_self and args:
             through = calling_module()  # of a types.MethodType in an attribute
-            if _is_copy(through, args[0]):
+            if is_copy(through, args[0]):
                 return self.of_copy(through, args[0])(through, *args[1:], **kwargs)
         cache = self._known
         routes = cache.routes
@@ -131,10 +142,10 @@ class DecoratedFunction(Generic[_P, _R]):
 
     def of_copy(self, module: object, original: object) -> Callable[..., Any]:
         """The region of a copy of a module: around the forward of its class, if this is one's."""
-        is_own = _forward_of(original) in (self, self._fun)
+        is_own = forward_of(original) in (self, self._fun)
         if type(module) is type(original) or not is_own:
             return self
-        own = _forward_of(module)
+        own = forward_of(module)
         if is_region(own):
             return own
         return DecoratedFunction(own, self.settings, self._where)
@@ -285,6 +296,16 @@ class DecoratedFunction(Generic[_P, _R]):
         self._known = _NOTHING_KNOWN
         self.kind = self._registered()
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+
+    @overload
+    def __get__(
+        self: DecoratedFunction[Concatenate[Any, _Bound], _R],
+        instance: object,
+        owner: type | None = None,
+    ) -> BoundRegion[_Bound, _R]: ...
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds a decorated method."""
         return self if instance is None else BoundRegion(self, instance)
@@ -323,86 +344,6 @@ def _call_plainly(site: CallSite) -> Any:
 # A decorator would hide from type checkers that these are methods.
 for _name in ("__call__", "__get__"):
     dynamo.unseen_by_dynamo(vars(DecoratedFunction)[_name])
-
-
-@final
-class MethodRegion(DecoratedFunction[_P, _R]):
-    """A region around a method of one module, such as its `forward`.
-
-    `torch.compile(module)` skips torch's own frames around `forward` and begins a graph at
-    the first frame below them. If a region replaces `forward`, that is the `__call__` of
-    this class, which Dynamo sees; that of other regions is hidden from it.
-
-    A copy of the module's attributes has this very region, which then runs the copy's method. Where
-    the method is the class's own `forward`, the region follows the class to another one.
-    """
-
-    #: The references to this region when it was last seen that no copy of its module has it.
-    _alone_at = 0
-
-    def __init__(
-        self, fun: Callable[_P, _R], settings: Settings, where: str = ""
-    ) -> None:
-        super().__init__(fun, settings, where)
-        method: Any = fun
-        self._is_forward = method.__func__ is _forward_of(method.__self__)
-
-    @property
-    def __code__(self) -> types.CodeType:
-        """The method's, which torch.export asks for."""
-        return cast("Any", self._fun).__code__
-
-    def follow_class(self) -> None:
-        """Runs what is the `forward` of the module's class now, if it ran the one before."""
-        method: Any = self._fun
-        now = _forward_of(method.__self__)
-        if self._is_forward and method.__func__ is not now:
-            self.__dict__.pop("_cache", None)
-            own: Any = types.MethodType(now, method.__self__)
-            cast("Any", MethodRegion).__init__(self, own, self.settings)
-
-    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Calls the method; its backward will recompute."""
-        if not is_dynamo_compiling():
-            self.follow_class()
-            through, method = calling_module(), cast("Any", self._fun)
-            if through is None:
-                self._require_alone()
-            elif _is_copy(through, method.__self__):
-                forward = _forward_of(through) if self._is_forward else method.__func__
-                method = types.MethodType(forward, through)
-                return MethodRegion(method, self.settings, self._where)(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
-
-    def _require_alone(self) -> None:
-        """Refuses a call past torch's own if a copy of the module has this region too."""
-        references = sys.getrefcount(self)
-        if references == self._alone_at:
-            return
-        method: Any = self._fun
-        own = cast("dict[str, Any]", vars(method.__self__))
-        holders: list[Any] = gc.get_referrers(self)
-        for each in holders:
-            is_other = type(each) is dict and each is not own
-            if is_other and own.keys() <= cast("dict[str, Any]", each).keys():
-                raise CapturedTensorError.of(
-                    where=self._where,
-                    what="is called directly, and stands in a copy of its module too.",
-                    why="A copy of a module's attributes shares its regions, and these cannot "
-                    "tell which of the modules is meant.",
-                    do="Call the module, module(x) instead of module.forward(x), or give "
-                    "the copy regions of its own (modules.apply).",
-                )
-        self._alone_at = references
-
-
-def _forward_of(module: object) -> Any:
-    return getattr(type(module), "forward", None)
-
-
-def _is_copy(module: object, original: object) -> bool:
-    """Whether a module is another than the original; a library may make a class of its own for it."""
-    return module is not original and isinstance(module, type(original))
 
 
 # One number for all regions with the same options around modules of the same classes.
@@ -454,23 +395,23 @@ def _decorated_by_name(region: DecoratedFunction[..., Any]) -> object:
 
 
 @final
-class BoundRegion:
+class BoundRegion(Generic[_P, _R]):
     """A decorated method of one object."""
 
     __signature__ = SignatureOfWrapped()
 
-    def __init__(self, region: DecoratedFunction[..., Any], instance: object) -> None:
+    def __init__(self, region: DecoratedFunction[..., _R], instance: object) -> None:
         self.__func__ = region
         self.__self__ = instance
         self.__wrapped__ = region.__wrapped__.__get__(instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the method; its backward will recompute."""
         instance = self.__self__
         # A bound method that is kept is also in a copy of the attributes.
         if "forward" in getattr(instance, "__dict__", ()) and not is_dynamo_compiling():
             through = calling_module()
-            if _is_copy(through, instance):
+            if is_copy(through, instance):
                 region = self.__func__.of_copy(through, instance)
                 return region(through, *args, **kwargs)
         return self.__func__(instance, *args, **kwargs)
@@ -504,7 +445,7 @@ class BoundRegion:
         """Pickles as Python's bound methods do: by its object and its name."""
         return getattr, (self.__self__, self.__wrapped__.__name__)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BoundRegion:
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundRegion[_P, _R]:
         """Binds to a copy of its object, as a copy of a bound method is."""
         return BoundRegion(self.__func__, copy.deepcopy(self.__self__, memo))
 

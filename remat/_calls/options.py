@@ -5,7 +5,7 @@ import difflib
 import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, TypedDict, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,28 @@ from remat.storage import AbstractStorage, Keep
 
 PolicyLike = AbstractPolicy | Callable[[Value], Any] | None
 SavedInputs = AbstractStorage | Mapping[str, AbstractStorage] | None
+Rng = Literal["keys", "preserve"] | None
+Engine = Literal["trace", "rerun", "auto"]
+Backend = Literal["inductor"] | None
+
+
+class Options(TypedDict, total=False):
+    """The options of `remat`, for type checkers."""
+
+    policy: PolicyLike
+    saved_inputs: SavedInputs
+    rng: Rng
+    engine: Engine
+    backend: Backend
+    dynamic_shapes: bool
+    static_argnums: int | Iterable[int]
+    static_argnames: str | Iterable[str]
+    verify: bool
+    cache_size: int
 
 
 _CACHE_SIZE = 128
-ENGINES = ("trace", "rerun", "auto")
+ENGINES = get_args(Engine)
 _KEEP = Keep()
 
 
@@ -73,11 +91,11 @@ class Settings:
     __remat_compares_as_a_whole__: ClassVar[bool] = True
 
     policy: AbstractPolicy = nothing_saveable
-    rng: str | None = None
-    engine: str = "trace"
+    rng: Rng = None
+    engine: Engine = "trace"
     statics: Statics = dataclasses.field(default_factory=Statics)
     verify: bool = False
-    backend: str | None = None
+    backend: Backend = None
     inputs: InputStorages = InputStorages()
     dynamic_shapes: bool = False
     cache_size: int = _CACHE_SIZE
@@ -123,9 +141,9 @@ def settings_of(
     *,
     policy: PolicyLike,
     saved_inputs: SavedInputs,
-    rng: str | None,
-    engine: str,
-    backend: str | None,
+    rng: Rng,
+    engine: Engine,
+    backend: Backend,
     dynamic_shapes: bool,
     static_argnums: int | Iterable[int],
     static_argnames: str | Iterable[str],

@@ -138,3 +138,13 @@ def refresh_second_places(module: object) -> None:
     if isinstance(module, torch.nn.RNNBase):
         with unseen_by_traces():
             module._update_flat_weights()
+
+
+def forward_of(module: object) -> Any:
+    """The `forward` of an object's class, or None."""
+    return getattr(type(module), "forward", None)
+
+
+def is_copy(module: object, original: object) -> bool:
+    """Whether a module is another than the original; a library may make a class of its own for it."""
+    return module is not original and isinstance(module, type(original))

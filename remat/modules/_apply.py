@@ -8,13 +8,14 @@ import contextlib
 import fnmatch
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, Unpack, cast
 
 import torch
 from torch import nn
 
 from remat._api import remat
 from remat._calls.decorated import DecoratedFunction
+from remat._calls.options import Options
 from remat._errors import (
     TraceError,
     refusal,
@@ -30,7 +31,9 @@ _Class: TypeAlias = type[nn.Module]
 Where: TypeAlias = _Class | tuple[_Class, ...] | str | Callable[[str, nn.Module], bool]
 
 
-def apply(model: _M, where: Where, *, every: int = 1, **remat_options: Any) -> _M:
+def apply(
+    model: _M, where: Where, *, every: int = 1, **remat_options: Unpack[Options]
+) -> _M:
     """Makes modules of a model recompute, in place.
 
     Each module that matches gets a region around its `forward`, as if its class had
@@ -76,8 +79,7 @@ def apply(model: _M, where: Where, *, every: int = 1, **remat_options: Any) -> _
         >>> _ = modules.remove(model)
     """
     require_count("modules.apply(every=...)", every, at_least=1)
-    options: dict[str, Any] = {"rng": "preserve", **remat_options}
-    decorate = remat(**options)
+    decorate = remat(**{"rng": "preserve", **remat_options})
     for module in _with_a_forward(matching(model, where), where)[::every]:
         object.__setattr__(module, "forward", decorate(_own_forward(module)))
     return model

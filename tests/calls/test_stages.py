@@ -1,6 +1,7 @@
 """The pipeline of a cache miss: values in a row, each of which prints."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,6 @@ def test_methods_and_modules_have_stages(is_module: bool) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.sin().cos()
 
-    region = remat(Layer()) if is_module else Layer().call
+    region: Any = remat(Layer()) if is_module else Layer().call
 
     assert "aten.sin" in str(region.stages(torch.ones(3)))

@@ -326,7 +326,7 @@ class Doubled(torch.autograd.Function):
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("dynamic_shapes", [False, True])
-def test_a_size_stays_one(engine: str, dynamic_shapes: bool) -> None:
+def test_a_size_stays_one(engine: Any, dynamic_shapes: bool) -> None:
     """As an argument, in a container, given to an `autograd.Function`, and returned."""
     options: Any = {} if engine == "rerun" else {"dynamic_shapes": dynamic_shapes}
 

@@ -87,7 +87,7 @@ def test_a_trace_takes_from_it_once(make: Callable[[], Iterator[Any]]) -> None:
     x = seeded(3).requires_grad_()
     plain, module = (Scaled(make(), False, branches=False) for _ in range(2))
 
-    region = remat(module, engine="auto")
+    region: Any = remat(module, engine="auto")
     region.cache_clear()  # another module of the class had a trace for what that took
 
     found, expected = region(x), plain(x)

@@ -117,7 +117,7 @@ def check_blocks_run_again(mesh: Any) -> None:
 
 
 def check_the_recomputation_runs_the_forwards_collectives(mesh: Any) -> None:
-    def counted(engine: str | None, by_sequence: bool) -> Counter[str]:
+    def counted(engine: Any, by_sequence: bool) -> Counter[str]:
         model = tensor_parallel(mesh, a_model(), by_sequence=by_sequence)
         if engine is not None:
             modules.apply(model, Block, engine=engine)

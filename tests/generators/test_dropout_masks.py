@@ -94,7 +94,7 @@ DAILY = [case for case in CASES if case[0] == "dropout" or case[1] == "jvp(grad)
     "case", [*DAILY, *swept(each for each in CASES if each not in DAILY)], ids=" ".join
 )
 def test_derivatives_have_the_mask_of_the_forward(
-    case: tuple[str, str], engine: str
+    case: tuple[str, str], engine: Any
 ) -> None:
     """Its zeros are theirs."""
     function, nest = case

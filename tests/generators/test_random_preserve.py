@@ -151,7 +151,7 @@ def test_the_same_numbers_are_drawn(fun: Any, options: dict[str, Any]) -> None:
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("fun", [in_the_middle, three_draws, nested])
-def test_under_func_grad(fun: Any, engine: str) -> None:
+def test_under_func_grad(fun: Any, engine: Any) -> None:
     """The mask of the gradient is the mask of the value, and the generator moves once."""
 
     def value_and_gradient(fun: Any) -> Any:
@@ -166,7 +166,7 @@ def test_under_func_grad(fun: Any, engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("randomness", ["same", "different"])
-def test_under_vmap(randomness: Any, engine: str) -> None:
+def test_under_vmap(randomness: Any, engine: Any) -> None:
     """vmap(grad): the masks of values and gradients agree, and are alike or not."""
     region = remat(drop, rng="preserve", engine=engine)
     x = seeded(1, 64).expand(4, 64)
@@ -192,7 +192,7 @@ def test_vmap_without_randomness_raises_as_plain_does() -> None:
 
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_second_derivatives_use_the_same_mask(engine: str) -> None:
+def test_second_derivatives_use_the_same_mask(engine: Any) -> None:
     """For y = (m x)^3 the second derivative is 6 m^2 y^(1/3)... read off the value."""
     region = remat(lambda x: drop(x) ** 3, rng="preserve", engine=engine)
     x = seeded(64).abs().requires_grad_()
@@ -294,7 +294,7 @@ def test_an_explicit_generator_runs_again(give: str) -> None:
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_an_exception_half_way(place: str, engine: str) -> None:
+def test_an_exception_half_way(place: str, engine: Any) -> None:
     """Between two draws: the generator is where plain code would have left it."""
     raises = False
 
@@ -432,7 +432,7 @@ def _repeated(fun: Any, randomness: Any) -> Any:
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("randomness", ["error", "same", "different"])
-def test_a_vmap_after_the_draw_repeats_it(randomness: str, engine: str) -> None:
+def test_a_vmap_after_the_draw_repeats_it(randomness: str, engine: Any) -> None:
     """Its randomness is for what is drawn in it, and a recomputation draws nothing new."""
 
     def fun(x: Tensor) -> Tensor:
@@ -450,7 +450,7 @@ def test_a_vmap_after_the_draw_repeats_it(randomness: str, engine: str) -> None:
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_a_map_of_cotangents_draws_by_the_kernel_of_the_forward(
-    randomness: str, engine: str
+    randomness: str, engine: Any
 ) -> None:
     """Dropout is one on accelerators. vmap's rule for it calls others, which draw other numbers."""
 
@@ -469,7 +469,7 @@ def test_a_map_of_cotangents_draws_by_the_kernel_of_the_forward(
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("fun", [in_the_middle, torch.sin], ids=["draws", "does not"])
 @pytest.mark.parametrize("randomness", ["error", "same", "different"])
-def test_what_no_example_has_for_itself(randomness: Any, fun: Any, engine: str) -> None:
+def test_what_no_example_has_for_itself(randomness: Any, fun: Any, engine: Any) -> None:
     """Draws for each example differ also where the region is given nothing that is mapped."""
     weights, draws = seeded(3, seed=1), fun is in_the_middle
 

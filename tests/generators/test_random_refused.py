@@ -51,7 +51,7 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize(("fun", "operator"), DRAWS.values(), ids=DRAWS)
 def test_keys_refuse_a_generator(
-    fun: Callable[[Tensor], Tensor], operator: str, engine: str
+    fun: Callable[[Tensor], Tensor], operator: str, engine: Any
 ) -> None:
     """The default for functions raises, with operator and line, and says what to do.
 

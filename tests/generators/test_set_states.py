@@ -93,7 +93,7 @@ def test_a_trace_refuses_it(fun: Callable[[Tensor], Tensor]) -> None:
 @pytest.mark.parametrize("engine", ["rerun", "auto"])
 @pytest.mark.parametrize("fun", SETTING)
 @pytest.mark.filterwarnings("ignore:.*runs the function again:remat.RematWarning")
-def test_a_run_repeats_it(fun: Callable[[Tensor], Tensor], engine: str) -> None:
+def test_a_run_repeats_it(fun: Callable[[Tensor], Tensor], engine: Any) -> None:
     """The masks are those of the plain function, and so is what is drawn later."""
     region = remat(fun, engine=engine, rng="preserve")
 
@@ -187,7 +187,7 @@ def tracked(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("engine", ["rerun", "auto"])
 @pytest.mark.filterwarnings("ignore:.*runs the function again:remat.RematWarning")
 def test_a_tracker_that_is_not_registered_is_told(
-    engine: str, monkeypatch: pytest.MonkeyPatch
+    engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its state has gone on since the forward; registered, it is put back."""
     tracker = _Tracker()

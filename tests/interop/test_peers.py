@@ -289,7 +289,7 @@ def test_what_cannot_be_traced_says_how_to_run_again(checkpoint: Checkpoint) -> 
 
 @pytest.mark.parametrize("engine", ["rerun", "auto"])
 def test_what_runs_again_is_not_sharded(
-    monkeypatch: pytest.MonkeyPatch, engine: str
+    monkeypatch: pytest.MonkeyPatch, engine: Any
 ) -> None:
     """Its inputs are kept as they are, and this is said in the peers' words."""
     monkeypatch.setattr(_Current, "value", _Configuration(checkpoint_in_cpu=True))

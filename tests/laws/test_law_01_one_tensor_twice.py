@@ -32,7 +32,7 @@ class _Projected(nn.Module):
 
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_a_tensor_that_is_given_twice_is_one_tensor(engine: str) -> None:
+def test_a_tensor_that_is_given_twice_is_one_tensor(engine: Any) -> None:
     """Attention projects at once where `query is key`, and so does the region."""
     torch.manual_seed(1)
     plain = _Projected()
@@ -45,7 +45,7 @@ def test_a_tensor_that_is_given_twice_is_one_tensor(engine: str) -> None:
 
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_which_arguments_are_the_same_is_seen_at_each_call(engine: str) -> None:
+def test_which_arguments_are_the_same_is_seen_at_each_call(engine: Any) -> None:
     """Another pattern is another signature, also where calls are recognized in C."""
 
     def fun(tree: dict[str, Tensor], y: Tensor, z: Tensor) -> Tensor:

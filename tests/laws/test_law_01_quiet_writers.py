@@ -94,7 +94,7 @@ def itself(fun: Callable[..., Any]) -> Callable[..., Any]:
 )
 @pytest.mark.parametrize("op", [aten.cudnn_batch_norm, aten.miopen_batch_norm], ids=str)
 def test_statistics_are_written_once(
-    op: Any, engine: str, is_training: bool, derive: Callable[..., Any]
+    op: Any, engine: Any, is_training: bool, derive: Callable[..., Any]
 ) -> None:
     """By a step that runs the kernel twice."""
 

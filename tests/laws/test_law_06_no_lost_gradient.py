@@ -243,7 +243,7 @@ def gradient(fun: Callable[..., Any], call: Call, w: Tensor) -> Tensor:
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_each_way_to_reach_a_tensor_gets_its_gradient(case: Any, engine: str) -> None:
+def test_each_way_to_reach_a_tensor_gets_its_gradient(case: Any, engine: Any) -> None:
     """The gradient is plain PyTorch's, and still is after the weight has changed."""
     w, x = weights()
     call = case(w, x)
@@ -308,7 +308,7 @@ def test_a_tensor_of_an_outer_transform_is_captured(name: str) -> None:
 @pytest.mark.parametrize("name", ["closure", "attribute", "default"])
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 def test_a_batched_tensor_that_requires_grad_is_captured(
-    name: str, engine: str
+    name: str, engine: Any
 ) -> None:
     """As the stacked parameters of an ensemble are, of which autograd takes the derivative."""
     w, x = weights()
@@ -385,7 +385,7 @@ def held_in(holder: Any) -> Tensor:
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
-def test_what_a_set_alone_holds_is_refused(hold: Any, engine: str) -> None:
+def test_what_a_set_alone_holds_is_refused(hold: Any, engine: Any) -> None:
     """Nothing else wants a gradient: the region would run as if it were none."""
     w, x = weights()
     holder = hold(w)

@@ -165,7 +165,7 @@ HIDDEN = [
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("way", HIDDEN)
 def test_what_alone_wants_a_gradient_and_hides_is_an_error(
-    engine: str, way: Any
+    engine: Any, way: Any
 ) -> None:
     """A region that sees nothing to differentiate would hold all, without a word."""
     w, x = seeded(3).requires_grad_(), seeded(2, 3, seed=1)

@@ -85,7 +85,7 @@ SET_SINCE = {"context_variable"}
 @pytest.mark.contract
 @pytest.mark.parametrize("name", sorted(CHANGES.keys() - IN_TENSORS - SET_SINCE))
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_a_backward_finds_the_state_of_its_forward(engine: str, name: str) -> None:
+def test_a_backward_finds_the_state_of_its_forward(engine: Any, name: str) -> None:
     """What changed in between is as it was while a backward needs it, and only then."""
     fun, change = CHANGES[name]()
     region: Any = remat(fun, engine=engine)

@@ -118,7 +118,7 @@ def test_buffers_change_once_a_step(make: Any, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_however_the_module_is_reached(way: Any, engine: str) -> None:
+def test_however_the_module_is_reached(way: Any, engine: Any) -> None:
     """The region is the module, or captures it, or gets it as an argument."""
     plain, model = build(batch_norm), build(batch_norm)
 
@@ -173,7 +173,7 @@ def test_statistics_that_read_a_counter_need_rerun() -> None:
 
 
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_functional_batch_norm(engine: str) -> None:
+def test_functional_batch_norm(engine: Any) -> None:
     """Buffers passed as arguments are written back once."""
 
     def fun(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def test_functional_batch_norm(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_functional_call_with_a_dict_of_buffers(engine: str) -> None:
+def test_functional_call_with_a_dict_of_buffers(engine: Any) -> None:
     """`functional_call` with buffers: the given ones change once, the model's never."""
     model = build(batch_norm)
     own = buffers(model)
@@ -206,7 +206,7 @@ def test_functional_call_with_a_dict_of_buffers(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_buffers_under_func_grad(engine: str) -> None:
+def test_buffers_under_func_grad(engine: Any) -> None:
     """Buffers that are arguments of a `torch.func.grad` change once there too."""
     model = build(batch_norm)
     params = {k: v.detach() for k, v in model.named_parameters()}

@@ -116,7 +116,7 @@ AROUND: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 def test_an_exception_half_way_leaves_nothing_changed(
-    fun: Any, run: Any, around: Any, warm: bool, engine: str
+    fun: Any, run: Any, around: Any, warm: bool, engine: Any
 ) -> None:
     """The error is the operator's, the world is as before, and the next call is right."""
     region = remat(fun, rng="preserve", engine=engine)
@@ -154,7 +154,7 @@ CHECKS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_an_operators_own_check_is_not_lost(
-    check: Callable[[Tensor], Tensor], engine: str
+    check: Callable[[Tensor], Tensor], engine: Any
 ) -> None:
     """A check that returns nothing, and that no gradient needs, still raises."""
     x = (-torch.eye(3)).requires_grad_()
@@ -167,7 +167,7 @@ def test_an_operators_own_check_is_not_lost(
 
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_the_users_exception_comes_through(engine: str) -> None:
+def test_the_users_exception_comes_through(engine: Any) -> None:
     """An exception that `fun` raises in Python is the user's, and nothing stays behind."""
     fails = True
 
@@ -259,7 +259,7 @@ def train(region: Any, net: Net, steps: int = 12) -> list[Tensor]:
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("widths", [(5, 5), (5, 7)], ids=["one_shape", "two_shapes"])
-def test_two_threads_train_through_one_region(widths: Any, engine: str) -> None:
+def test_two_threads_train_through_one_region(widths: Any, engine: Any) -> None:
     """Two threads, two models, one region, cold: bitwise the serial training."""
     policy = policies.save_only_these_names("h") if engine == "trace" else None
     region = remat(block, policy=policy, engine=engine)

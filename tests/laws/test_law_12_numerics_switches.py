@@ -137,7 +137,7 @@ def test_the_backward_recomputes_under_the_forwards_switch(
 @pytest.mark.parametrize(
     ("name", "switch", "engine"), pairwise(FUNS, SWITCHES, ["trace", "rerun"])
 )
-def test_a_switch_is_part_of_the_signature(name: str, switch: str, engine: str) -> None:
+def test_a_switch_is_part_of_the_signature(name: str, switch: str, engine: Any) -> None:
     """Calls with and without the switch do not share a trace, in any order."""
     fun, around = FUNS[name], SWITCHES[switch]
     region = remat(fun, engine=engine)
@@ -149,7 +149,7 @@ def test_a_switch_is_part_of_the_signature(name: str, switch: str, engine: str) 
 @pytest.mark.parametrize(
     "around", [SWITCHES["matmul_precision"], deterministic], ids=["matmul", "det"]
 )
-def test_a_switch_in_the_backward_alone(around: Around, engine: str) -> None:
+def test_a_switch_in_the_backward_alone(around: Around, engine: Any) -> None:
     """What the caller switches on around the backward does not reach the recomputation."""
     region = remat(mlp, engine=engine)
     expected = value_and_gradients(mlp, contextlib.nullcontext, around)
@@ -248,7 +248,7 @@ DEVICES: dict[str, Around] = {
 
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_the_default_device_is_part_of_the_signature(engine: str) -> None:
+def test_the_default_device_is_part_of_the_signature(engine: Any) -> None:
     """A trace under one does not serve a call under another, in any order of calls."""
     fun, x = by_default_device, seeded(3).requires_grad_()
     region = remat(fun, engine=engine)
@@ -262,7 +262,7 @@ def test_the_default_device_is_part_of_the_signature(engine: str) -> None:
 
 @pytest.mark.standin
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_each_call_makes_its_tensors_on_the_default_device(engine: str) -> None:
+def test_each_call_makes_its_tensors_on_the_default_device(engine: Any) -> None:
     region = remat(lambda x: (torch.sin(x) * 2, torch.ones(3) * 2), engine=engine)
     x = seeded(3).requires_grad_()
     for device in ("standin:1", "cpu", None, "standin:0") * 2:
@@ -286,7 +286,7 @@ def test_the_same_default_device_takes_one_trace() -> None:
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("where", ["backward", "second backward"])
 def test_each_order_makes_its_tensors_where_the_forward_did(
-    where: str, engine: str
+    where: str, engine: Any
 ) -> None:
     """A later trace of the function is under the forward's default device, too."""
 
@@ -423,7 +423,7 @@ RESTORED: dict[str, Around] = {
     pairwise(RESTORED, ["forward", "backward"], ["trace", "rerun"]),
 )
 def test_recomputed_operators_see_the_forwards_switches(
-    switch: str, where: str, engine: str
+    switch: str, where: str, engine: Any
 ) -> None:
     """Looked at from below, whichever of the two is switched; the caller's come back."""
     around, is_forward = RESTORED[switch], where == "forward"
@@ -447,7 +447,7 @@ def test_recomputed_operators_see_the_forwards_switches(
 
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_autocast_under_func_grad(engine: str) -> None:
+def test_autocast_under_func_grad(engine: Any) -> None:
     """Autocast around a transform, and inside it, reaches the region."""
     leaves = [leaf.detach() for leaf in arguments()]
 
@@ -522,7 +522,7 @@ def test_autocast_states_after_a_call_are_as_before() -> None:
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
-def test_anomaly_mode_looks_at_a_region_from_outside(engine: str) -> None:
+def test_anomaly_mode_looks_at_a_region_from_outside(engine: Any) -> None:
     """A trace has no numbers to look at; nan in the gradient of a region is found."""
     region = remat(lambda x: (x.sqrt() * 0).sin(), engine=engine)
     before = torch.is_anomaly_enabled()

@@ -60,7 +60,7 @@ def unset_precisions() -> Iterator[None]:
 @pytest.mark.parametrize("place", range(3), ids=["all", "cuda", "mkldnn"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_precisions_that_have_no_common_name(
-    place: int, where: str, engine: str
+    place: int, where: str, engine: Any
 ) -> None:
     """`get_float32_matmul_precision` raises under them; the forward's come back with it."""
     region, leaves, before = remat(mlp, engine=engine), arguments(), precisions()
@@ -111,7 +111,7 @@ def test_a_precision_of_one_backend_makes_another_trace(place: int) -> None:
 @pytest.mark.contract
 @pytest.mark.usefixtures("unset_precisions")
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_a_precision_that_was_not_set_is_not_set_afterwards(engine: str) -> None:
+def test_a_precision_that_was_not_set_is_not_set_afterwards(engine: Any) -> None:
     """Its backend follows the general one, before a region as after it."""
     leaves = arguments()
     with bfloat16:

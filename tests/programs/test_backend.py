@@ -95,7 +95,7 @@ def test_a_compiled_step_peaks_no_higher(
     weights = [seeded(32, 32, seed=k).requires_grad_() for k in range(layers)]
     x = seeded(rows, 32)
 
-    def peak(backend: str | None, *, twice: bool = False) -> int:
+    def peak(backend: Any, *, twice: bool = False) -> int:
         region = remat(stack, policy=policy, backend=backend)
 
         def step() -> Any:

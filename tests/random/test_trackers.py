@@ -206,7 +206,7 @@ def test_the_same_numbers_are_drawn(fun: Any, options: str) -> None:
     pairwise(KINDS, ENGINES, [around, dead_draw, within, nested]),
     indirect=["registered"],
 )
-def test_each_kind_of_tracker(fun: Any, engine: str) -> None:
+def test_each_kind_of_tracker(fun: Any, engine: Any) -> None:
     """States by value, by reference, and in generators."""
     region = remat(fun, rng="preserve", engine=engine)
 
@@ -215,10 +215,10 @@ def test_each_kind_of_tracker(fun: Any, engine: str) -> None:
 
 @each_kind
 @each_engine
-def test_in_a_module(engine: str) -> None:
+def test_in_a_module(engine: Any) -> None:
     """A tracker in an attribute; one trace serves whatever state it is in."""
     block = Block()
-    region = remat(block, engine=engine)
+    region: Any = remat(block, engine=engine)
     region.cache_clear()
 
     assert_bitwise(trained(region), trained(block))
@@ -230,7 +230,7 @@ def test_in_a_module(engine: str) -> None:
     in_turn(FUNCTIONAL, ENGINES, [around, dead_draw, within, nested]),
     indirect=["registered"],
 )
-def test_under_func_grad(fun: Any, engine: str) -> None:
+def test_under_func_grad(fun: Any, engine: Any) -> None:
     """`torch.func.grad`, and a Hessian-vector product by two reverse modes."""
 
     def derived(fun: Any) -> Any:
@@ -252,7 +252,7 @@ def test_under_func_grad(fun: Any, engine: str) -> None:
 @functional
 @each_engine
 @pytest.mark.parametrize("randomness", ["same", "different"])
-def test_under_vmap(randomness: Any, engine: str) -> None:
+def test_under_vmap(randomness: Any, engine: Any) -> None:
     """vmap(grad): the masks of value and gradient agree, and are alike or not."""
     settle()
     region = remat(forked, rng="preserve", engine=engine)
@@ -274,7 +274,7 @@ def test_under_vmap(randomness: Any, engine: str) -> None:
 @each_kind
 @each_engine
 @pytest.mark.parametrize("place", ["within a fork", "after a fork", "in the backward"])
-def test_an_exception_half_way(place: str, engine: str) -> None:
+def test_an_exception_half_way(place: str, engine: Any) -> None:
     """Whatever raises, all states are where plain code would have left them."""
     is_on = False
 
@@ -472,12 +472,12 @@ def test_registering_anew_traces_anew() -> None:
 
 @each_kind
 @each_engine
-def test_equal_modules_with_trackers_of_their_own(engine: str) -> None:
+def test_equal_modules_with_trackers_of_their_own(engine: Any) -> None:
     """Each draws from its own tracker, also where it finds the other one's trace."""
     other = type(tracker)()
     blocks = [Block(), Block()]
     blocks[1].tracker = other
-    regions = [remat(block, engine=engine) for block in blocks]
+    regions: list[Any] = [remat(block, engine=engine) for block in blocks]
     regions[0].cache_clear()
 
     def both(layers: Any) -> list[Tensor]:

@@ -387,7 +387,7 @@ def test_a_refused_trace_leaves_buffers_in_their_order() -> None:
     """Which is that of `state_dict`, and the objects stay the same."""
     model = Counting()
     before = dict(model.named_buffers())
-    region = remat(model, engine="auto")
+    region: Any = remat(model, engine="auto")
     region.cache_clear()
 
     with pytest.warns(RematWarning, match="from now on"):
@@ -441,7 +441,8 @@ def test_the_first_call_of_a_lazy_module_runs_as_it_is() -> None:
 
     first, second = (nn.LazyLinear(4, dtype=torch.float64) for _ in range(2))
     model = nn.Sequential(first, nn.Tanh(), second)
-    region, x = remat(model, engine="auto"), seeded(3, 4)
+    region: Any = remat(model, engine="auto")
+    x = seeded(3, 4)
     region.cache_clear()
 
     with pytest.warns(RematWarning, match=r"runs its first call as it is") as told:

@@ -36,7 +36,7 @@ def three(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 1), (0, 2), (0, 1, 2)])
 def test_what_no_used_output_rests_on_has_no_gradient(
-    used: tuple[int, ...], engine: str
+    used: tuple[int, ...], engine: Any
 ) -> None:
     """`.grad` stays None where plain leaves it so: an optimizer then lets it be."""
 
@@ -76,7 +76,7 @@ def test_a_node_waits_for_nothing_but_what_its_outputs_rest_on() -> None:
 
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_second_derivatives_of_mapped_gradients(engine: str) -> None:
+def test_second_derivatives_of_mapped_gradients(engine: Any) -> None:
     """Which output rests on what is no matter of the gradients, whose region is mapped."""
 
     def two(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ def _differentiates(x: Tensor, y: Tensor) -> Tensor:
     "derive", [lambda one: torch.func.vmap(one), lambda one: one], ids=["vmap", "alone"]
 )
 def test_what_no_output_rests_on_requires_a_gradient_again(
-    derive: Callable[..., Any], fun: Callable[..., Tensor], engine: str
+    derive: Callable[..., Any], fun: Callable[..., Tensor], engine: Any
 ) -> None:
     """The run of the backward asks, and is told what the forward was."""
 
@@ -144,7 +144,7 @@ CAPTURING: dict[str, Callable[..., Any]] = {
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("derived", CAPTURING.values(), ids=CAPTURING)
-def test_a_captured_tensor_that_a_transform_follows(derived: Any, engine: str) -> None:
+def test_a_captured_tensor_that_a_transform_follows(derived: Any, engine: Any) -> None:
     """Forward mode and vmap follow it through the region, whether or not reverse mode does."""
     x, w = seeded(3), seeded(3, seed=1)
 

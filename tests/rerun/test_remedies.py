@@ -293,7 +293,7 @@ class Started(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["trace", "auto", "rerun"])
-def test_a_first_call_that_sets_a_parameter(engine: str) -> None:
+def test_a_first_call_that_sets_a_parameter(engine: Any) -> None:
     """The error says how to make it, and later calls have the numbers of the plain module."""
     plain, module, x = Started(), Started(), seeded(4, 3).float()
     region = remat(module, engine=engine)

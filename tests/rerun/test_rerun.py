@@ -318,7 +318,7 @@ def test_a_quantized_tensor(is_captured: bool) -> None:
 @pytest.mark.parametrize("engine", ["trace", "auto", "rerun"])
 @pytest.mark.filterwarnings("ignore:.*runs the function again in its backward")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_a_sparse_tensor_that_is_made_of_values(engine: str) -> None:
+def test_a_sparse_tensor_that_is_made_of_values(engine: Any) -> None:
     """torch cannot trace its backward; without a trace it has one."""
     places = torch.tensor([[0, 1, 2], [2, 0, 1]])
 
@@ -441,7 +441,7 @@ def test_a_class_with_functions_of_its_own(is_captured: bool) -> None:
 
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_batched_gradients_of_autograd(engine: str) -> None:
+def test_batched_gradients_of_autograd(engine: Any) -> None:
     """`is_grads_batched=True`, and what rests on it; a graph of them is refused, not lost."""
     x = seeded(3).requires_grad_()
     region = remat(traceable, engine=engine)

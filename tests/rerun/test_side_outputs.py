@@ -63,7 +63,7 @@ def _step(model: Expert, x: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.filterwarnings("ignore:.*from now on:remat.RematWarning")
 @pytest.mark.parametrize("engine", ["rerun", "auto"])
 @pytest.mark.parametrize("store", STORES.values(), ids=STORES)
-def test_a_stored_tensor_keeps_its_gradient(store: Any, engine: str) -> None:
+def test_a_stored_tensor_keeps_its_gradient(store: Any, engine: Any) -> None:
     """In each of several steps, of which each frees its graph."""
     plain, model = _expert(store), _expert(store)
     modules.apply(model, Expert, engine=engine)

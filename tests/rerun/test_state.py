@@ -51,7 +51,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_a_region_inside_functional_call_keeps_its_gradients(engine: str) -> None:
+def test_a_region_inside_functional_call_keeps_its_gradients(engine: Any) -> None:
     """In its backward the module has its own parameters again."""
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
     plain = nn.Sequential(inner)
@@ -162,7 +162,7 @@ def _through_an_attribute(call: Callable[[Any], Any], layers: Any, x: Tensor) ->
     ids=["closure", "index", "list", "attribute"],
 )
 def test_what_a_loop_changes_is_for_the_backward_as_it_was(
-    stack: Callable[..., Tensor], engine: str
+    stack: Callable[..., Tensor], engine: Any
 ) -> None:
     """Each layer's gradient is its own, not the last one's (law 7)."""
     torch.manual_seed(0)
@@ -181,7 +181,7 @@ def test_what_a_loop_changes_is_for_the_backward_as_it_was(
 
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_statistics_that_another_region_has_read(engine: str) -> None:
+def test_statistics_that_another_region_has_read(engine: Any) -> None:
     """A run of the backward puts them back and forth, which is no change."""
     x = seeded(3, 4).requires_grad_()
 
@@ -260,7 +260,7 @@ class Moving(nn.Module):
 
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_a_tensor_without_a_gradient_that_was_changed_since_raises(engine: str) -> None:
+def test_a_tensor_without_a_gradient_that_was_changed_since_raises(engine: Any) -> None:
     """Its old numbers are nowhere (law 4); of a buffer as of a closure's tensor."""
     module, x = Moving(), seeded(3, 4).requires_grad_()
     factor = torch.tensor(2.0).double()
@@ -335,7 +335,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_captured_tensor_is_changed_once(write: Any, engine: str) -> None:
+def test_a_captured_tensor_is_changed_once(write: Any, engine: Any) -> None:
     """As state is, whether or not a module registers it (law 8)."""
 
     def step(call: Callable[[Any], Any]) -> list[Tensor | None]:
@@ -367,7 +367,7 @@ def test_a_captured_tensor_is_changed_once(write: Any, engine: str) -> None:
     ids=["detach", "data", "out", "set data", "assigned", "inplace"],
 )
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_what_is_differentiated_is_not_changed(write: Any, engine: str) -> None:
+def test_what_is_differentiated_is_not_changed(write: Any, engine: Any) -> None:
     """A run again would start from the changed numbers, and change them once more (law 4)."""
 
     def fun(x: Tensor) -> Tensor:
@@ -488,7 +488,7 @@ class Dequantized(nn.Module):
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["auto", "rerun"])
 @pytest.mark.filterwarnings("ignore:.*runs the function again in its backward")
-def test_what_a_class_of_tensors_holds_is_moved_once(engine: str) -> None:
+def test_what_a_class_of_tensors_holds_is_moved_once(engine: Any) -> None:
     """Attributes of a tensor whose class is the user's, or a library's, are parts of it."""
     plain, region = Dequantized(), remat(Dequantized(), engine=engine)
 

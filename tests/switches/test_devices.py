@@ -1,5 +1,7 @@
 """What is read and put back of CUDA devices is so of any other accelerator."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,7 +34,7 @@ def test_autocast_of_the_device_belongs_to_the_signature():
 
 
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
-def test_a_recomputation_draws_from_the_devices_generator(engine: str):
+def test_a_recomputation_draws_from_the_devices_generator(engine: Any):
     """The forward's numbers; the generator ends where it would without remat."""
 
     def fun(x: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def _step(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("engine", ["trace", "rerun", "auto"])
 @pytest.mark.parametrize("convert", HARMLESS.values(), ids=HARMLESS)
-def test_a_conversion_to_what_a_module_is(convert: Any, engine: str) -> None:
+def test_a_conversion_to_what_a_module_is(convert: Any, engine: Any) -> None:
     """It changes nothing, and every parameter gets its gradient."""
     plain, model, x = (
         _router(convert),

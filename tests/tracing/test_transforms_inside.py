@@ -245,7 +245,7 @@ def _with_a_parameter_of_what_is_mapped(x: Tensor) -> Tensor:
     "made", [_with_a_parameter_of_its_own, _with_a_parameter_of_what_is_mapped]
 )
 def test_a_parameter_that_the_function_makes_under_vmap(
-    made: Callable[[Tensor], Tensor], engine: str
+    made: Callable[[Tensor], Tensor], engine: Any
 ) -> None:
     """torch makes it of a stand-in in another way, which every transform refuses."""
     region, xs = remat(made, engine=engine), seeded(3, 2, 4)
@@ -273,7 +273,7 @@ def _stepped(w: Tensor, x: Tensor) -> Tensor:
     ids=["hessian", "jacfwd(grad)"],
 )
 def test_plain_autograd_inside_is_differentiated_forward_over_reverse(
-    derive: Any, engine: str
+    derive: Any, engine: Any
 ) -> None:
     """Where forward mode and vmap hide that an operand requires grad."""
     w, x = seeded(3, 2), seeded(4, 3, seed=1)

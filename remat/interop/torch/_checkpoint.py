@@ -17,7 +17,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from remat._calls import torch_compile
 from remat._calls.decorated import DecoratedFunction, kind_of
-from remat._calls.options import ENGINES, Settings
+from remat._calls.options import ENGINES, Engine, Settings
 from remat._errors import (
     ImplicitRandomnessError,
     refusal,
@@ -64,7 +64,7 @@ class CheckpointOptions:
     debug: bool = False
     early_stop: bool = True
     respect_saved_tensors_hooks: bool | None = None
-    engine: str = "trace"
+    engine: Engine = "trace"
 
     def __post_init__(self) -> None:
         require_choice("engine", self.engine, ENGINES)
@@ -149,7 +149,7 @@ def require_options(
 
 @functools.lru_cache(maxsize=256)
 def _peer_settings(
-    policy: AbstractPolicy, preserve_rng_state: bool, engine: str
+    policy: AbstractPolicy, preserve_rng_state: bool, engine: Engine
 ) -> Settings:
     return Settings(policy, "preserve" if preserve_rng_state else "keys", engine)
 
@@ -171,7 +171,7 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
-    engine: str = "trace",
+    engine: Engine = "trace",
     **kwargs: Any,
 ) -> Any:
     """Calls a function so that its backward recomputes, with torch's signature.
