@@ -16,7 +16,7 @@ _INTEGERS = (
     *(torch.int32, torch.int64, torch.int16, torch.int8),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
-_WIDEST_BIASED = 1 << 28
+_FEWEST_SPARE_BITS = 4  # fewer than these, and the bias of a remainder shows
 _SQRT2 = math.sqrt(2.0)
 
 
@@ -191,8 +191,8 @@ def randint(
 
     Raises:
         TypeError: `key` is not a key, or `dtype` not an integer dtype.
-        ValueError: the range is empty, not within the dtype, or so wide that the bias in
-            32 bits would show.
+        ValueError: the range is empty, not within the dtype, or so wide that the bias
+            would show: 1/16 of what is drawn or more, unless it is a power of two.
 
     Example:
         >>> from remat import random
@@ -526,9 +526,11 @@ def _require_randint_range(minval: int, maxval: int, dtype: torch.dtype) -> None
             f"random.randint draws {dtype} from [minval, maxval) within "
             f"[{info.min}, {info.max}], not from [{minval}, {maxval})."
         )
-    if info.bits <= 32 and width >= _WIDEST_BIASED and width & (width - 1):
+    drawn = 64 if info.bits == 64 else 32
+    if width >> (drawn - _FEWEST_SPARE_BITS) and width & (width - 1):
+        wider = "with dtype=torch.int64, or " if drawn == 32 else ""
         raise ValueError(
-            f"random.randint has 32 bits for a number of {dtype}: too few for a range of "
-            f"{width}, in which some numbers would be more likely by over 6 %. Draw with "
-            "dtype=torch.int64, or from a power of two."
+            f"random.randint has {drawn} bits for a number of {dtype}: too few for a range "
+            f"of {width}, in which some numbers would be more likely by over 6 %. Draw "
+            f"{wider}from a power of two."
         )

@@ -383,6 +383,10 @@ REFUSED: dict[str, Any] = {
         lambda: random.randint(KEY, (2,), maxval=2**28 + 1),
         "Draw with dtype=torch.int64, or from a power of two",
     ),
+    "biased in 64 bits": (
+        lambda: random.randint(KEY, (2,), maxval=2**60 + 1, dtype=torch.int64),
+        r"has 64 bits .* a range of 1152921504606846977.* Draw from a power of two",
+    ),
 }
 
 
