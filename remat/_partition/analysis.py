@@ -198,7 +198,8 @@ def _policy_arguments(graph: Graph, tree: Any) -> Any:
     if isinstance(tree, Ref):
         return _policy_arguments(graph, graph.values[tree.index].meta)
     if isinstance(tree, TensorMeta):
-        return policies.Operand(tree.hints, tree.dtype, tree.device)
+        stride = tuple(map(sizes.hint, tree.stride))
+        return policies.Operand(tree.hints, tree.dtype, tree.device, stride)
     if isinstance(tree, (tuple, list)):
         return tuple(_policy_arguments(graph, item) for item in cast("list[Any]", tree))
     return sizes.hint(tree)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 from remat.policies._by_op import bare_name
-from remat.policies._contract import AbstractPolicy, Stored, Value
+from remat.policies._contract import AbstractPolicy, Operand, Stored, Value
 from remat.storage import AbstractStorage
 
 # A leading dimension of the output of these is a batch, where the output has three.
@@ -133,8 +133,9 @@ def save_matmul_outputs_no_batch(value: Value, /) -> bool:
     """Saves what `save_matmul_outputs` does, without products that have a batch.
 
     A product with a batch is a bmm, a baddbmm or a grouped product whose output has a
-    leading dimension other than 1: `torch.einsum` writes every contraction as a bmm,
-    those without a batch with a leading 1.
+    leading dimension other than 1, and both of whose factors have the batch. `torch.einsum`
+    writes every contraction as a bmm, those without a batch with a leading 1; and `vmap` and
+    `matmul` expand a factor that is the same for the whole batch.
 
     Laws: saves a part of what `save_matmul_outputs` does;
     `dots_with_no_batch_dims_saveable` is the same object.
@@ -145,7 +146,11 @@ def save_matmul_outputs_no_batch(value: Value, /) -> bool:
         save_matmul_outputs_no_batch
     """
     is_batched = bare_name(value.op) in _BATCHED and value.shape[0] != 1
-    return _is_matmul(value) and not is_batched
+    is_shared = any(
+        isinstance(each, Operand) and each.stride[:1] == (0,)
+        for each in value.args[-2:]  # the factors, after what baddbmm adds
+    )
+    return _is_matmul(value) and (is_shared or not is_batched)
 
 
 @ParameterFreePolicy

@@ -28,11 +28,13 @@ class Operand:
         shape: the sizes of its dimensions.
         dtype: its dtype.
         device: where it is.
+        stride: its strides, which are 0 where a dimension is expanded.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    stride: tuple[int, ...] = ()
 
 
 @final

@@ -135,6 +135,18 @@ def test_no_batch_policy_saves_no_batch_matmul():
         assert_saves(batched, (args[0], seeded(2, 4, 4, seed=2)), count=0)
 
 
+def test_no_batch_policy_saves_products_by_what_the_batch_shares():
+    """As in JAX: for `einsum`, vmap expands it, and torch multiplies two batches."""
+
+    def fun(x, w):
+        return torch.einsum("ij,jk->ik", x, w).sin().exp().sin()
+
+    region = remat(vmap(fun, (0, None)), policy=region_policy())
+    args = (seeded(5, 3, 4), seeded(4, 6, seed=1))
+
+    assert_saves(region, args, count=1, size_bytes=5 * 3 * 6 * 8)
+
+
 def region_policy():
     """JAX's name for the same policy."""
     return policies.dots_with_no_batch_dims_saveable

@@ -374,7 +374,7 @@ def test_sizes_are_shown(size_bytes: int, text: str):
 
 
 def test_a_policy_sees_what_an_operator_took():
-    """Tensors by shape, dtype and device, lists as tuples, anything else as it is."""
+    """Tensors by shape, dtype, device and strides, lists as tuples, anything else as it is."""
     seen = {}
 
     def policy(value):
@@ -386,7 +386,8 @@ def test_a_policy_sees_what_an_operator_took():
 
     here = torch.get_default_device()
     left, right, made = (
-        Operand(shape, torch.float32, here) for shape in ((2, 3), (3, 4), (2, 4))
+        Operand((rows, columns), torch.float32, here, (columns, 1))
+        for rows, columns in ((2, 3), (3, 4), (2, 4))
     )
     assert seen["aten.mm.default"] == ((left, right), ())
     assert seen["aten.cat.default"] == (((made, left), 1), ())
