@@ -121,7 +121,8 @@ def test_states_and_copies_are_listed(
         "norm": [nn.BatchNorm1d(22)],
     }
     layers["both"] = [*layers["norm"], *layers["dropout"]]
-    region = remat(nn.Sequential(nn.Linear(14, 22), *layers[kind]), policy=policy)
+    module = nn.Sequential(nn.Linear(14, 22), *layers[kind])
+    region: Any = remat(module, policy=policy)
     x = torch.randn(9, 14, requires_grad=True)
 
     held = region.saved_residuals(x)
