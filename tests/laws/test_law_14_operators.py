@@ -183,7 +183,7 @@ SMALL = {
     ("cumprod", "grad(grad(grad))"): "sum",
 }
 #: Copies, and tangents that are zeros.
-CHEAP = "clone zeros_like fill empty_like"
+CHEAP = "clone zeros_like fill empty_like empty_strided"
 
 
 def excused(name: str, nest: str) -> set[str]:
