@@ -83,8 +83,8 @@ class AbstractStorage(abc.ABC):
         """Tells what a value will hold while it waits, without storing it.
 
         Unless a class answers otherwise, `store` is called once with a tensor that has no
-        numbers, one of torch's fake tensors, and what it returns is counted. If it has to
-        see numbers, the answer is the whole value, as a bound.
+        numbers, one of torch's fake tensors, and what it returns is counted. If it raises,
+        as where it has to see numbers, the answer is the whole value, as a bound.
 
         Args:
             meta: the value's shape, strides, dtype and device; of a DTensor those of this
@@ -370,9 +370,10 @@ def rehearsed(storage: AbstractStorage, meta: TensorMeta) -> Held:
         dense, place, order = densely(value.empty(), place)
         try:
             waiting = stored_in(storage, dense, place).tensors
-        except (RuntimeError, AssertionError) as error:
-            if not fakes.lacking(error):
-                raise
+        except RematError:
+            raise
+        # What a user's code raises for a tensor without numbers says nothing of a call with them.
+        except Exception:  # noqa: BLE001
             return Held((value,), moved_bytes=2 * value.size_bytes, is_bound=True)
         if len(waiting) == 1 and waiting[0] is dense:
             return Held.whole(meta)

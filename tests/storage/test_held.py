@@ -1,13 +1,15 @@
 """What a storage says that it will hold is what is held, whoever asks it."""
 
+import io
+import pickle
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from remat import checkpoint_name, plan, policies, remat, report, storage
+from remat import RematError, checkpoint_name, plan, policies, remat, report, storage
 from remat._graph.meta import TensorMeta
 from remat._regions.waiting import parts_of, wait
 from remat.policies import Recompute, Save, Value
@@ -55,6 +57,32 @@ class Copying(AbstractStorage):
 
 
 BUFFER = torch.zeros(6, 7)
+
+
+@dataclass(frozen=True)
+class Reading(AbstractStorage):
+    """A user's storage that reads numbers, in a way that fake tensors have an error for."""
+
+    read: Any
+    is_exact: ClassVar[bool] = True
+
+    def store(self, value: Tensor, place: Place = FIRST) -> Stored:
+        self.read(value)
+        return Stored.whole(value)
+
+
+def _is_plain(value: Tensor) -> None:
+    assert type(value) is Tensor
+
+
+READS: dict[str, Any] = {
+    "pickled": pickle.dumps,
+    "saved": lambda value: torch.save(value, io.BytesIO()),
+    "formatted": lambda value: f"{value.max():.3f}",
+    "bytes": lambda value: bytes(value.untyped_storage()),
+    "asserted": _is_plain,
+    "looked up": lambda value: {1.0: 0}[float(value.max() * 0 + 1)],
+}
 
 
 # `streams` is made for an accelerator, of which there is none here.
@@ -157,6 +185,33 @@ def test_a_storage_that_sees_numbers_is_counted_whole() -> None:
     ):
         assert how.held(meta).size_bytes == 6 * 7 * 4
     assert (Cast(torch.bfloat16) >> Largest()).held(meta).size_bytes == 6 * 7 * 2
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", READS)
+def test_no_error_that_a_tensor_without_numbers_causes_gets_out(name: str) -> None:
+    """Whatever it is: a call goes through, so its value is counted whole."""
+    how, x = Reading(READS[name]), numbers(6, 7)
+    named = policies.save_only_these_names("h")
+    region = remat(hidden, policy=named.stored(how))
+
+    found = plan(hidden, budget=policies.budget(10**6, allow=named.stored(how)))(x)
+
+    assert how.held(TensorMeta.of(x)).is_bound
+    assert [each.size_bytes for (each,) in found.problem.items] == [x.nbytes]
+    assert held_bytes(region, x) == x.nbytes
+    assert report(lambda x: region(x).sum(), x).regions[0].held_bytes == x.nbytes
+    assert region.saved_residuals(x)[0].size_bytes == x.nbytes
+
+
+def test_our_own_errors_get_out() -> None:
+    """What a storage does against its contract is said when it is asked."""
+
+    def change(value: Tensor) -> None:
+        value.add_(1)
+
+    with pytest.raises(RematError, match="changed the value"):
+        Reading(change).held(TensorMeta.of(numbers(6, 7)))
 
 
 def test_an_expanded_value_counts_once() -> None:
