@@ -279,6 +279,8 @@ _Form = tuple[torch.Size, torch.dtype, torch.device]
 def stored_in(storage: AbstractStorage, value: Tensor, place: Place) -> Stored:
     """What a storage makes of a value, with a decoder that is checked.
 
+    The value itself, if that takes less than what was made by numbers that nobody could know.
+
     Raises:
         RematError: the storage broke its contract.
     """
@@ -293,6 +295,8 @@ def stored_in(storage: AbstractStorage, value: Tensor, place: Place) -> Stored:
             why="It belongs to the caller, or the region still computes with it.",
             do="Change a copy: value.clone().",
         )
+    if _is_beyond(stored, storage, value):
+        return Stored.whole(value)
     unchecked: Decode = stored.decode
 
     def decode(parts: Sequence[Tensor]) -> Tensor:
@@ -310,6 +314,14 @@ def stored_in(storage: AbstractStorage, value: Tensor, place: Place) -> Stored:
         )
 
     return dataclasses.replace(stored, decode=decode)
+
+
+def _is_beyond(stored: Stored, storage: AbstractStorage, value: Tensor) -> bool:
+    """Whether more waits than the value, of a storage that stated it as a bound."""
+    here = sum(part.nbytes for part in stored.tensors if part.device == value.device)
+    if here <= value.nbytes or fakes.is_fake(value):
+        return False
+    return held_in(storage, TensorMeta.of(value)).is_bound
 
 
 def _form_of(value: Tensor) -> _Form:

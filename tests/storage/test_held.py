@@ -60,6 +60,22 @@ BUFFER = torch.zeros(6, 7)
 
 
 @dataclass(frozen=True)
+class Positions(AbstractStorage):
+    """A user's storage of numbers and their positions: five times the value of no zeros."""
+
+    is_exact: ClassVar[bool] = True
+
+    def store(self, value: Tensor, place: Place = FIRST) -> Stored:
+        shape, dtype, at = value.shape, value.dtype, value.nonzero()
+
+        def decode(parts: Any) -> Tensor:
+            numbers, at = parts
+            return torch.zeros(shape, dtype=dtype).index_put(at.unbind(1), numbers)
+
+        return Stored((value[at.unbind(1)], at), decode)
+
+
+@dataclass(frozen=True)
 class Reading(AbstractStorage):
     """A user's storage that reads numbers, in a way that fake tensors have an error for."""
 
@@ -212,6 +228,31 @@ def test_our_own_errors_get_out() -> None:
 
     with pytest.raises(RematError, match="changed the value"):
         Reading(change).held(TensorMeta.of(numbers(6, 7)))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("how", "size_bytes"),
+    [
+        (Positions(), 7 * 37 * 4),
+        (Cast(torch.bfloat16) >> Positions(), 7 * 37 * 2),
+        (Positions() >> Cast(torch.bfloat16), 7 * 37 * 4),
+        (storage.Sparse() >> Positions(), 7 * 37 * 4),
+    ],
+    ids=repr,
+)
+def test_more_than_a_bound_is_never_held(how: Any, size_bytes: int) -> None:
+    """A value of which a storage makes more than that, by its numbers, waits as it is."""
+    x = numbers(7, 37)
+    region = remat(hidden, policy=policies.save_only_these_names("h").stored(how))
+    few = torch.zeros(7, 37).index_put(
+        (torch.tensor(3), torch.tensor(4)), torch.ones(())
+    )
+
+    assert how.held(TensorMeta.of(x)).is_bound
+    assert region.saved_residuals(x)[0].size_bytes == size_bytes
+    assert held_bytes(region, x) <= size_bytes
+    assert _waiting_bytes(few, Positions()) == 4 + 2 * 8
 
 
 def test_an_expanded_value_counts_once() -> None:
