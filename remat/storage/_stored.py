@@ -178,13 +178,13 @@ class Held:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on the device of the value."""
-        return sum(part.size_bytes for part in self.here)
+        """Bytes on the device of the value, of an expanded tensor those of its memory."""
+        return sum(part.once.size_bytes for part in self.here)
 
     @property
     def elsewhere_bytes(self) -> int:
-        """Bytes in host memory, on another device, or in a file."""
-        return sum(part.size_bytes for part in self.away)
+        """Bytes in host memory, on another device, or in a file, likewise."""
+        return sum(part.once.size_bytes for part in self.away)
 
 
 @final

@@ -76,6 +76,15 @@ class Positions(AbstractStorage):
 
 
 @dataclass(frozen=True)
+class Averaged(AbstractStorage):
+    """A user's storage whose only part is expanded."""
+
+    def store(self, value: Tensor, place: Place = FIRST) -> Stored:
+        row = value.float().mean(0, keepdim=True).to(value.dtype)
+        return Stored((row.expand_as(value),), lambda parts: parts[0].contiguous())
+
+
+@dataclass(frozen=True)
 class Reading(AbstractStorage):
     """A user's storage that reads numbers, in a way that fake tensors have an error for."""
 
@@ -263,6 +272,7 @@ def test_an_expanded_value_counts_once() -> None:
         (storage.Keep(), 40),
         (Cast(torch.bfloat16), 20),
         (Halves(), 30),
+        (Averaged(), 4),
     ):
         assert how.held(meta).size_bytes == size_bytes
 
