@@ -59,7 +59,8 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         The report, frozen; `print` shows it.
 
     Raises:
-        RematError: `f` returns nothing that requires grad.
+        RematError: `f` returns nothing that requires grad, or is measured inside a trace or
+            a transform of torch.func.
 
     Example:
         >>> import torch

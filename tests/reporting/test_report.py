@@ -269,6 +269,18 @@ def test_no_gradient_is_an_error() -> None:
         report(lambda x: x.detach(), torch.ones(3))
 
 
+@pytest.mark.parametrize("around", [remat, torch.func.grad, torch.func.vmap])
+def test_a_step_inside_a_trace_or_a_transform_is_refused(around: Any) -> None:
+    """What is around has stand-ins for the numbers; the error names the function."""
+
+    def inside(x: Tensor) -> Tensor:
+        report(block, x)
+        return x.sin().sum()
+
+    with pytest.raises(RematError, match=r"^block: cannot be measured inside a trace"):
+        around(inside)(torch.ones(3, requires_grad=True))
+
+
 def test_an_object_that_the_pytree_does_not_know_is_named() -> None:
     """A dataclass of one's own hides its tensors: the error says so, and what to do."""
 

@@ -23,7 +23,7 @@ from remat._partition.costs import finish_work
 from remat._regions.out_of_memory import name_of
 from remat._regions.protocol import Call
 from remat._regions.waiting import storages
-from remat._torch import autograd, fakes, trees
+from remat._torch import autograd, fakes, levels, tracer, trees
 from remat._torch.tensors import sizes_of
 
 
@@ -40,6 +40,14 @@ class MeasuredStep:
         require_callable("the function to measure", function)
         self.function = function
         self.name = name_of(function)  # what reports call it
+        if tracer.proxy_is_active() or levels.interpreter_is_active():
+            raise RematError.of(
+                where=self.name,
+                what="cannot be measured inside a trace or a transform of torch.func.",
+                why="A step is run, forward and backward, on tensors with numbers, and what "
+                "is around has stand-ins for them.",
+                do="Measure it outside, with the arguments that it has there.",
+            )
         leaves, self._spec = trees.flatten((args, dict(kwargs)))
         given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
