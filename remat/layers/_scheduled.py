@@ -7,8 +7,8 @@ the stack of plain regions (`Rerun`), which holds one state a stage.
 
 Held tensors are kept outside of autograd, which frees what it saved only at the end of
 a backward: here they are freed while the backward proceeds. Another backward through
-the same graph runs the sweep again. A number stands for the held tensors, and is saved
-as regions save values: if vmap has mapped that number, it has mapped the held tensors.
+the same graph runs the sweep again. An empty tensor stands for the held ones, and is saved
+as regions save values: if vmap has mapped that one, it has mapped the held tensors.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class _SplitSchedule:
         executor = Executor(self.stack, tensors, numerics)
         executor.run(self.forward if hold else [Advance(0, len(self.stack.links))])
         outputs = [*executor.outputs(), *executor.mutations]
-        return [*outputs, torch.zeros(()), *executor.held()] if hold else outputs
+        return [*outputs, torch.empty(0), *executor.held()] if hold else outputs
 
     def replay(
         self,

@@ -103,6 +103,20 @@ def test_without_a_schedule_one_carry_a_step_is_held():
     assert peak <= 64 + 8
 
 
+def test_what_is_held_is_within_a_tight_budget():
+    """To the byte: what holds a place for the states has no bytes of its own."""
+    stages = [torch.tanh] * 4
+    size = 4 * STATE_BYTES
+    chained = chain(stages, schedule=Budget(size))
+    x = seeded(BATCH, WIDTH).requires_grad_()
+    chained(x).sum().backward()
+
+    with LiveBytes() as memory:
+        y = chained(x)
+        assert memory.live == size
+    y.sum().backward()
+
+
 def sines(run: Any, *args: Any) -> int:
     """How often the step has run."""
     return count_operators(run, *args)["aten.sin"]
