@@ -40,8 +40,9 @@ class Rerun(WithoutProgram):
     #: For each tensor that it takes whether it is differentiated.
     requires_grad: tuple[bool, ...]
     state: RunState  # what is put back around each run
-    #: How what it returns is made from the outputs; None means they are it.
-    views: tuple[View, ...] | None = None
+    #: How what it returns is made from the outputs; None means they are it. Those of gradients
+    #: are told anew by each run.
+    views: Sequence[View] | None = None
     #: Whether every output has a gradient, whatever a run's graph says.
     all_flow: bool = False
     #: Whether it returns what the user's function does, or that in tangents or mapped: what
@@ -116,13 +117,10 @@ class Rerun(WithoutProgram):
         if engine and engine.called:
             first = _accumulating(self.function, pull, engine)
             again = fully_shard.refuse_second_derivative
-        views = tuple(
-            View(given.index(k)) if k in given else View(is_detached=True)
-            for k in wanted
-        )
+        views = [View(given.index(k)) if k in given else _NO_VIEW for k in wanted]
         return Rerun(
-            _rerun_with_zeros(first, pull),
-            _rerun_with_zeros(again, pull),
+            _rerun_with_zeros(first, pull, views),
+            _rerun_with_zeros(again, pull, views),
             (*self.requires_grad, *(True for _ in pull.outputs)),
             self.state,
             views=views,
@@ -186,9 +184,19 @@ def _drawing_apart(function: Flat, batch: Batch, dims: list[int | None]) -> Flat
     return run
 
 
-def _rerun_with_zeros(function: Flat, pull: Pull) -> Flat:
+_NO_VIEW = View(is_detached=True)
+
+
+def _rerun_with_zeros(function: Flat, pull: Pull, views: list[View]) -> Flat:
+    """Each run gives zeros where a gradient is None, and notes in `views` that it is."""
+    whole = (*views,)
+
     def run(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         found = function(tensors)
+        views[:] = [
+            _NO_VIEW if view.output is None or found[view.output] is None else view
+            for view in whole
+        ]
         return [
             torch.zeros_like(tensors[index]) if gradient is None else gradient
             for index, gradient in zip(pull.wanted, found, strict=True)

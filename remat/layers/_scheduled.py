@@ -173,7 +173,7 @@ class Pulled(WithoutProgram):
     is_derivative = True
 
     @property
-    def views(self) -> tuple[View, ...] | None:
+    def views(self) -> Sequence[View] | None:
         """Which of the wanted gradients there are."""
         return self.again.views
 

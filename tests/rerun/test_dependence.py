@@ -244,3 +244,50 @@ def test_what_a_stack_derives_from_is_checked_for_other_tensors() -> None:
     y = run(leaving)
     with pytest.raises(CapturedTensorError, match="stored somewhere"):
         (y + kept[0]).sum().backward()
+
+
+class WithoutWeight(torch.autograd.Function):
+    """Gives its second operand no gradient, as a fused kernel does that adds it elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        x, w = args
+        ctx.save_for_backward(w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0] @ ctx.saved_tensors[0].T, None
+
+
+def product_without(x: Tensor, w: Tensor) -> Tensor:
+    apply: Any = WithoutWeight.apply
+    return apply(x.sin(), w)
+
+
+def sum_with(x: Tensor, w: Tensor) -> Tensor:
+    return x.sin() + w
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("fun", [product_without, sum_with])
+def test_a_gradient_that_is_none(fun: Any) -> None:
+    """An optimizer skips a parameter without one, and decays one with zeros.
+
+    One function gives none, the other no second one.
+    """
+
+    def gradients(fun: Any) -> list[Any]:
+        x, w = seeded(3, 3).requires_grad_(), seeded(3, 3).requires_grad_()
+        fun(x, w).sum().backward()
+        y = fun(x, w).sum()
+        how: Any = {"allow_unused": True, "create_graph": True}
+        once: Any = torch.autograd.grad(y, [x, w], **how)
+        return [
+            x.grad,
+            w.grad,
+            *once,
+            *torch.autograd.grad(once[0].sum(), [x, w], **how),
+        ]
+
+    assert_bitwise(gradients(remat(fun, engine="rerun")), gradients(fun))
