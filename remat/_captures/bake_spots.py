@@ -178,6 +178,8 @@ class _Baker:
                     overridable |= {(id(each), name): None for each in before}
                 before.append(base)
                 named |= names
+        # What modes are made to hear while functions run (`_torch.autograd`) comes and goes.
+        overridable.pop((id(Tensor), "as_subclass"), None)
         for identity, name in overridable:
             if identity in self.known:
                 node = self.survey.nodes[identity]

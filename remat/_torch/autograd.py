@@ -7,6 +7,7 @@ text, and gives the rest public names; a function that says so itself has an end
 # pyright: reportPrivateUsage=false
 import contextlib
 import dataclasses
+import inspect
 import operator
 import sys
 import threading
@@ -18,6 +19,7 @@ import torch
 import torch._C._functorch as functorch_c
 from torch import Tensor
 from torch._functorch import eager_transforms, vmap
+from torch.overrides import handle_torch_function
 
 from remat._torch.attributes import attributes_as
 from remat._torch.levels import dual_levels, functorch
@@ -320,13 +322,27 @@ def _lifting_apply(original: Any) -> Any:
     return classmethod(apply)
 
 
+def _heard_entrance(original: Any) -> Callable[..., Any]:
+    """A method that modes hear on a thread that lifts, which lift by themselves."""
+
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        if not (
+            _liftings.stack and vars(torch._C)["_is_torch_function_mode_enabled"]()
+        ):
+            return original(*args, **kwargs)
+        return handle_torch_function(original, (), *args, **kwargs)
+
+    return enter
+
+
 #: What takes tensors past every mode, and what replaces it: `autograd.Function`s, functions of
-#: TorchScript, levels of torch.func that differentiate, and those that map.
+#: TorchScript, levels of torch.func that differentiate, those that map, and another class.
 _ENTRANCES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (torch.autograd.Function, "apply", _lifting_apply),
     (torch.jit.ScriptFunction, "__call__", _lifting_entrance),
     (eager_transforms, "_wrap_for_grad", _lifting_entrance),
     (vmap, "_add_batch_dim", _lifting_entrance),
+    (Tensor, "as_subclass", _heard_entrance),
 )
 # How to put back what stood there, once for each block that is open on any thread.
 _open_blocks: list[contextlib.ExitStack] = []
@@ -341,7 +357,7 @@ def lifted_past_modes(lift: Callable[[Tensor], Tensor]) -> Generator[Lifting]:
     with _lock:
         _open_blocks.append(contextlib.ExitStack())
         for owner, name, replace in () if len(_open_blocks) > 1 else _ENTRANCES:
-            instead = {name: replace(vars(owner)[name])}
+            instead = {name: replace(inspect.getattr_static(owner, name))}
             _open_blocks[0].enter_context(attributes_as(owner, **instead))
     lifting = Lifting(lift)
     try:

@@ -18,6 +18,8 @@ _Tensor: Any = Tensor
 
 # The function that a torch-function mode sees for `x.data = y`.
 SET_DATA: Any = cast("Any", Tensor.data).__set__
+# For `x.as_subclass(kind)`, which modes hear while functions run, and not otherwise.
+AS_SUBCLASS: Any = Tensor.as_subclass
 # For `x.grad`.
 GET_GRAD: Any = cast("Any", Tensor.grad).__get__
 #: What changes what autograd does with a tensor, and no number, by what a user writes.

@@ -25,6 +25,7 @@ from remat._torch import dropout, levels
 from remat._torch.attributes import attributes_as
 from remat._torch.dynamo import dynamo_as_before, whole_graphs_in_parts
 from remat._torch.modes import DispatchMode, is_watched
+from remat._torch.tensors import AS_SUBCLASS
 
 _torch: Any = torch
 MULTI_HEAD: Any = torch.nn.functional.multi_head_attention_forward
@@ -60,6 +61,12 @@ def _traceable_requires_grad(tensor: Tensor, requires_grad: bool = True) -> Tens
         return tensor.requires_grad_(requires_grad)
 
 
+def _traceable_as_plain(tensor: Tensor, cls: type[Tensor]) -> Tensor:
+    """What `as_subclass(torch.Tensor)` is of a plain tensor; torch would unmake a fake one."""
+    assert cls is Tensor, "a trace has no other class"
+    return torch.ops.aten.alias.default(tensor)
+
+
 def _traceable_one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     """Checks no class by value, as `F.one_hot` does unless it sees that a tensor is a fake one.
 
@@ -75,6 +82,7 @@ def _traceable_one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
 
 _TRACEABLE: dict[Any, Any] = {
     torch.Tensor.requires_grad_: _traceable_requires_grad,
+    AS_SUBCLASS: _traceable_as_plain,
     torch.nn.functional.one_hot: _traceable_one_hot,
 }
 
@@ -288,18 +296,22 @@ def add_placeholder(tensor: Tensor, name: str) -> None:
     proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
 
 
-def parameters_seen() -> contextlib.AbstractContextManager[None]:
-    """Inside, a trace sees what `nn.Parameter` makes of a tensor of a level of torch.func.
+def parameters_seen(
+    lift: Callable[[Tensor], Tensor],
+) -> contextlib.AbstractContextManager[None]:
+    """Inside, a trace sees what `nn.Parameter` makes of captured tensors and under torch.func.
 
-    It detaches such a tensor past all modes, as no other but a plain one. Obsolete when it makes
-    all parameters in one way.
+    It detaches a plain tensor, and one of a level of torch.func, past all modes. `lift` gives
+    what stands for one. Obsolete when it makes all parameters in one way.
     """
     own: Any = torch.Tensor._make_subclass
 
     def made(cls: Any, data: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not (issubclass(cls, torch.nn.Parameter) and levels.is_wrapped(data)):
+        given = lift(data) if cls is torch.nn.Parameter else data
+        is_met = given is not data or levels.is_wrapped(data)
+        if not (issubclass(cls, torch.nn.Parameter) and is_met):
             return own(cls, data, *args, **kwargs)
-        found: Any = data.detach()
+        found: Any = given.detach()
         with levels.leave_functorch():
             found.requires_grad_(*args, **kwargs)
         found._is_param = True  # by which torch's class knows its instances

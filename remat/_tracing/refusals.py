@@ -91,6 +91,15 @@ def overriding(kind: type[Tensor]) -> TraceError:
     )
 
 
+def becomes(kind: type[Tensor]) -> TraceError:
+    return TraceError.of(
+        where=f"`as_subclass({kind.__name__})` at {user_line()}",
+        what="makes a tensor of a subclass.",
+        why="A trace runs on tensors of a class of its own.",
+        do=f"Leave it out, or use {_RERUN}.",
+    )
+
+
 def require_answers(reached: Iterable[Tensor]) -> None:
     """Refuses tensors of a class that answers for no tensor, as torch's ExpandedWeight."""
     for kind, each in {type(each): each for each in reached}.items():

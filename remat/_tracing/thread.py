@@ -372,6 +372,8 @@ class UserCalls(TorchFunctionMode):
     def _call_lifted(self, func: Any, args: Any, kwargs: Any) -> Any:
         if taking_functions.takes_functions(func):
             return taken_functions.call(_as_within(self._running), func, args, kwargs)
+        if func is tensors.AS_SUBCLASS and Tensor not in (*args, *kwargs.values()):
+            raise refusals.becomes(args[1] if len(args) > 1 else kwargs["cls"])
         if func is naming.MARK and self._running.within:
             return taken_functions.warn_of_name(args[1])
         if func is tracer.MULTI_HEAD:

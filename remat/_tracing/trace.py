@@ -112,7 +112,7 @@ def trace(request: Request) -> Traced:
         torch.enable_grad(),
         engines.refused(),
         tracer.own_parametrizations(),
-        tracer.parameters_seen(),
+        tracer.parameters_seen(lift),
         tracer.arrays_seen(),
         tracer.zeros_viewed(),
         untracked(),
