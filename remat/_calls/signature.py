@@ -36,10 +36,10 @@ from remat._tracing.arguments import (
 from remat._tracing.refusals import (
     is_strided,
     of_open_sizes,
-    overriding,
     require_answers,
     unstrided,
 )
+from remat._tracing.refused_kinds import overriding
 
 TENSOR, AGAIN, STATIC, ROOT = "tensor", "again", "static", "root"
 

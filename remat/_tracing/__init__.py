@@ -25,6 +25,7 @@ backward, or an error. Reads `_graph`, `_generators`, `_captures`.
 - `side_effects`: what a trace changed or left behind in objects of the user or of a
   library.
 - `once_more`: a function that runs, or is traced, again for a derivative, and its errors.
+- `refused_kinds`: the errors of tensors that a trace has no stand-in for.
 - `refused_writes`: the errors of writes that cannot be traced.
 - `refusals`: the errors of all else that cannot be traced.
 """

@@ -81,25 +81,6 @@ def of_open_sizes(where: str, tensor: Tensor) -> TraceError:
     )
 
 
-def overriding(kind: type[Tensor]) -> TraceError:
-    return TraceError.of(
-        where=f"a tensor of the class {kind.__qualname__}",
-        what="has a `__torch_function__` of its own, and cannot be traced.",
-        why="It would run with the region's programs, in the forward and again in "
-        "the backward, but not in the trace that they are made from.",
-        do=f"Pass `x.as_subclass(torch.Tensor)`, or use {_RERUN}.",
-    )
-
-
-def becomes(kind: type[Tensor]) -> TraceError:
-    return TraceError.of(
-        where=f"`as_subclass({kind.__name__})` at {user_line()}",
-        what="makes a tensor of a subclass.",
-        why="A trace runs on tensors of a class of its own.",
-        do=f"Leave it out, or use {_RERUN}.",
-    )
-
-
 def require_answers(reached: Iterable[Tensor]) -> None:
     """Refuses tensors of a class that answers for no tensor, as torch's ExpandedWeight."""
     for kind, each in {type(each): each for each in reached}.items():
@@ -486,15 +467,6 @@ def of_the_users(
             f"a hook's to the region; or use {_RERUN}.",
         )
     return of_a_step(error, where)
-
-
-def unknown_parts(func: Any) -> TraceError:
-    return TraceError.of(
-        where=f"`.{func.__name__}()` of a sparse tensor at {user_line()}",
-        what="asks how much the tensor holds.",
-        why="That depends on numbers, and a trace has none.",
-        do=f"Use torch.nonzero_static, which fixes how much; or {_RERUN}.",
-    )
 
 
 #: What torch raises where a transform inside of a function is differentiated once more than it can,

@@ -33,7 +33,14 @@ from remat._torch import (
 )
 from remat._torch.attributes import attributes_as
 from remat._torch.fakes import is_fake, is_fake_of, wraps_fakes
-from remat._tracing import arrays, importing, naming, refusals, taken_functions
+from remat._tracing import (
+    arrays,
+    importing,
+    naming,
+    refusals,
+    refused_kinds,
+    taken_functions,
+)
 from remat._tracing.caught import Raised
 from remat._tracing.indexing import LookUps
 from remat._user_lines import is_asked_by_package, user_line
@@ -239,7 +246,7 @@ def _capture_tensor(running: Running, tensor: Tensor) -> Tensor:
     if is_lazy(tensor):
         raise refusals.uninitialized(f"used at {user_line()}")
     if tensors.overrides_functions(type(tensor)):
-        raise refusals.overriding(type(tensor))
+        raise refused_kinds.overriding(type(tensor))
     wanted = levels.requires_grad_anywhere(tensor)
     if wanted and torch.is_grad_enabled() and modes.is_below_autograd():
         # TorchScript replaces any error by one of its own, and drops the text.
@@ -367,13 +374,13 @@ class UserCalls(TorchFunctionMode):
         if is_counted and self._running.is_in_given_memory(args[0]):
             raise refusals.counts_in_given_memory(func, args[0])
         if tensors.asks_for_unknown_parts(func, args):
-            raise refusals.unknown_parts(func)
+            raise refused_kinds.unknown_parts(func)
 
     def _call_lifted(self, func: Any, args: Any, kwargs: Any) -> Any:
         if taking_functions.takes_functions(func):
             return taken_functions.call(_as_within(self._running), func, args, kwargs)
         if func is tensors.AS_SUBCLASS and Tensor not in (*args, *kwargs.values()):
-            raise refusals.becomes(args[1] if len(args) > 1 else kwargs["cls"])
+            raise refused_kinds.becomes(args[1] if len(args) > 1 else kwargs["cls"])
         if func is naming.MARK and self._running.within:
             return taken_functions.warn_of_name(args[1])
         if func is tracer.MULTI_HEAD:
