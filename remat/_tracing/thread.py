@@ -379,8 +379,10 @@ class UserCalls(TorchFunctionMode):
     def _call_lifted(self, func: Any, args: Any, kwargs: Any) -> Any:
         if taking_functions.takes_functions(func):
             return taken_functions.call(_as_within(self._running), func, args, kwargs)
-        if func is tensors.AS_SUBCLASS and Tensor not in (*args, *kwargs.values()):
-            raise refused_kinds.becomes(args[1] if len(args) > 1 else kwargs["cls"])
+        if func is tensors.AS_SUBCLASS:
+            kind = [*args[1:], *kwargs.values()][0]
+            if kind is not Tensor:  # by `in`, the tensor would be compared
+                raise refused_kinds.becomes(kind)
         if func is naming.MARK and self._running.within:
             return taken_functions.warn_of_name(args[1])
         if func is tracer.MULTI_HEAD:
