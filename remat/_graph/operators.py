@@ -38,7 +38,6 @@ _BY_SIZES: dict[Any, int] = {
     **dict.fromkeys([_aten.ones_like.default, _aten.zeros_like.default], 0),
     **dict.fromkeys([_aten.full_like.default, _aten.new_full.default], 0),
     **dict.fromkeys([_aten.new_ones.default, _aten.new_zeros.default], 0),
-    **dict.fromkeys([_aten.empty_like.default, _aten.new_empty.default], 0),
     _aten.avg_pool2d_backward.default: 1,
     _aten.avg_pool3d_backward.default: 1,
     _aten._adaptive_avg_pool2d_backward.default: 1,

@@ -17,7 +17,7 @@ from remat._graph.flops import step_flops
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.numbering import value_numbers
-from remat._graph.values import Graph, Ref, by_sizes, roots, step_behind
+from remat._graph.values import Graph, Ref, by_sizes, needed_for, roots, step_behind
 from remat._torch import sizes
 from remat._torch.taking_functions import Applied
 
@@ -68,10 +68,23 @@ class Analysis:
     @functools.cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
         """For each value those whose numbers it reads: walked again for each cut."""
-        values = self.joint.graph.values
         return tuple(
-            tuple(use for use in value.uses if use not in by_sizes(value, values))
-            for value in values
+            tuple(use for use in value.uses if use not in self.sized[index])
+            for index, value in enumerate(self.joint.graph.values)
+        )
+
+    @functools.cached_property
+    def sized(self) -> tuple[frozenset[int], ...]:
+        """For each value those of which it reads the sizes alone.
+
+        What is drawn into, or drawn by, is left as it is: under vmap each example has its own.
+        """
+        graph, none = self.joint.graph, frozenset[int]()
+        draws = [k for k, each in enumerate(graph.values) if operators.draws(each)]
+        drawn = needed_for(graph, draws)
+        return tuple(
+            none if index in drawn else by_sizes(value, graph.values)
+            for index, value in enumerate(graph.values)
         )
 
     @functools.cached_property

@@ -18,7 +18,6 @@ import torch
 from remat._errors import BudgetError
 from remat._graph.flops import step_flops
 from remat._graph.meta import TensorMeta, metas_in
-from remat._graph.values import by_sizes
 from remat._partition import free_memory
 from remat._partition.analysis import Analysis, Decisions, bytes_of
 from remat._partition.costs import (
@@ -202,11 +201,7 @@ def no_remat_bytes(analysis: Analysis) -> int:
     """Bytes of intermediate values that are saved where all may be, for their sizes alone, too."""
     graph = analysis.joint.graph
     whole = cut(analysis, _members_without_budget(analysis), analysis.joint.gradients)
-    sized = {
-        analysis.roots[use]
-        for index in whole.steps
-        for use in by_sizes(graph.values[index], graph.values)
-    }
+    sized = {analysis.roots[k] for each in whole.sized.values() for k in each}
     return bytes_of(graph, {*whole.saved, *sized.intersection(analysis.forward)})
 
 

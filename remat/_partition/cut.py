@@ -21,7 +21,6 @@ from remat._graph.values import (
     Graph,
     Ref,
     Value,
-    by_sizes,
     check,
     prune,
     roots,
@@ -43,6 +42,8 @@ class Cut:
     #: For a value that the backward would compute, the saved one it equals.
     stand_ins: dict[int, int]
     operands: frozenset[int]  # the operands that the backward reads
+    #: For each of the steps the values of which it reads the sizes alone.
+    sized: dict[int, frozenset[int]]
     #: For each step that computes what the forward computed, the rank of that value:
     #: recomputation, that of inner regions included.
     repeats: dict[int, int]
@@ -102,7 +103,9 @@ def cut(
     saved = tuple(sorted(set(stand_ins.values())))
     numbers, ranks = analysis.numbers, analysis.ranks
     repeats = {k: ranks[numbers[k]] for k in steps if numbers[k] in ranks}
-    return Cut(saved, tuple(sorted(steps)), stand_ins, frozenset(operands), repeats)
+    sized = {index: analysis.sized[index] for index in steps}
+    ordered = tuple(sorted(steps))
+    return Cut(saved, ordered, stand_ins, frozenset(operands), sized, repeats)
 
 
 def starts(analysis: Analysis, wanted: Sequence[Ref | None]) -> list[int]:
@@ -188,7 +191,7 @@ def backward_graph(
             is_redraw=value.is_redraw or is_draw,
             rank=found.repeats.get(index, -1),
         )
-        for use in by_sizes(value, values):
+        for use in found.sized[index]:
             if use in unread or use not in new.places:
                 new.places[use] = len(new.values)
                 new.values.append(without_numbers(cast("TensorMeta", values[use].meta)))

@@ -303,10 +303,7 @@ def test_a_region_holds_what_the_limit_says(row: rows.Row):
             unit = contender.wrap(made.unit)
             made.step(unit)
             held = memory.allocated(lambda unit=unit: made.forward(unit)).left
-            # One number stands for what a schedule holds.
-            is_scheduled = contender.keeps in integration.SCHEDULES
-            mark = 4 if is_scheduled and contender.keeps != "no schedule" else 0
-            assert held == row.limits.held_bytes(made, contender.keeps) + mark
+            assert held == row.limits.held_bytes(made, contender.keeps)
 
 
 @pytest.mark.parametrize("row", rows.ROWS, ids=lambda row: row.name)

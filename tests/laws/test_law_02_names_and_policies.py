@@ -56,7 +56,8 @@ def test_of_multi_head_attention_the_output_alone_is_saved(mask, dropout):
     region = remat(fun, policy=policies.save_attention_outputs, rng="preserve")
     log_sum_exp = [] if dropout else [(3, 2, 6)]
     _, made = split_residuals(region, x)
-    assert [each.shape for each in made] == [(3, 2, 6, 2), *log_sum_exp]
+    shapes = [each.shape for each in made if each.op != "remat.rng_state"]
+    assert shapes == [(3, 2, 6, 2), *log_sum_exp]
 
     def step(f):
         torch.manual_seed(0)
