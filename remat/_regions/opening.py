@@ -59,7 +59,7 @@ def is_differentiated_alike(
         found = _traced_by_all(function, roots, moved)
         if found is None:
             return False
-        joint = found
+        joint, stages = found[0], Stages.of(found, policy)
     layout = joint.layout
     again = if_derivable(lambda: program.traced(roots, moved, (), cotangents=layout))
     if again is None or (repeats and _bound_more(stages, Stages.of(again, policy))):
@@ -73,10 +73,10 @@ def is_differentiated_alike(
 
 def _traced_by_all(
     function: Function, roots: Roots, operands: tuple[TensorMeta, ...]
-) -> Joint | None:
+) -> tuple[Joint, ...] | None:
     """The function where more requires grad than at its call; None where it refuses that."""
     try:
-        return function.traced(roots, operands, ())[0]
+        return function.traced(roots, operands, ())
     except Exception:  # noqa: BLE001  # what the user's code raises may be any
         return None
 
