@@ -23,6 +23,7 @@ from remat._torch import (
     trees,
 )
 from remat._tracing import refused_writes
+from remat._tracing.refused_kinds import RERUN
 from remat._user_lines import (
     came_through,
     is_asked_by_user,
@@ -39,7 +40,6 @@ _TORCHS_DISTRIBUTIONS = torch.__path__[0] + "/distributions/"
 _TORCHS_HOOKS = torch.__path__[0] + "/utils/hooks.py"
 _TORCHS_NESTED = torch.__path__[0] + "/nested/"
 _TAKES_MEMORY = "argument of type: <class 'torch.storage.UntypedStorage'>"
-_RERUN = 'engine="rerun", which runs the function again in the backward'
 
 
 def advises_rerun(error: RematError) -> bool:
@@ -61,7 +61,7 @@ def unstrided(where: str, tensor: Tensor) -> TraceError:
     else:
         kind, do = "tensor", "Make it sparse inside the function"
     if tensor.layout is not _STRIDED or tensor.is_quantized:
-        do += f", or use {_RERUN}"
+        do += f", or use {RERUN}"
     return TraceError.of(
         where=where,
         what=f"is a {kind} of layout {tensor.layout}, which cannot be traced.",
@@ -77,7 +77,7 @@ def of_open_sizes(where: str, tensor: Tensor) -> TraceError:
         what=f"has sizes that a trace around leaves open, [{shape}].",
         why="A region is traced and cut for sizes that are numbers.",
         do='Trace for one size (make_fx with tracing_mode="fake"), make the trace inside '
-        f"`with remat.disabled():`, or use {_RERUN}.",
+        f"`with remat.disabled():`, or use {RERUN}.",
     )
 
 
@@ -104,7 +104,7 @@ def unknown_class(tensor: Tensor) -> TraceError:
         where=f"a {described}",
         what="is made inside the region and returned.",
         why="A program can return only plain tensors and DTensors.",
-        do=f"Return plain tensors, or use {_RERUN}.",
+        do=f"Return plain tensors, or use {RERUN}.",
     )
 
 
@@ -154,7 +154,7 @@ def hidden(tensor: Tensor) -> CapturedTensorError:
         lost = "gradient"
     if lost is not None:
         return out_of_reach(where, f"{constant}its {lost} would be lost, and {stale}")
-    instead = f" Or use {_RERUN}, with what it reads then."
+    instead = f" Or use {RERUN}, with what it reads then."
     return out_of_reach(where, f"{constant}{stale}", instead=instead)
 
 
@@ -165,7 +165,7 @@ def distributed(tensor: Tensor) -> TraceError:
         "are made inside.",
         why="Under vmap, and for subclasses other than DTensor, the trace replaces a given "
         "one by a plain tensor of the global shape, which cannot be combined with local parts.",
-        do=f"Use {_RERUN}, or pass local tensors and make all of them inside.",
+        do=f"Use {RERUN}, or pass local tensors and make all of them inside.",
     )
 
 
@@ -176,7 +176,7 @@ def from_large_array(where: str, num_bytes: int) -> CapturedTensorError:
         what=f"makes a tensor from a numpy array of {num_bytes:,} bytes.",
         why="Arrays are compared at each call up to 64 KiB; of a larger one the tensor would "
         "become a constant of the trace, whatever the array holds later.",
-        do=f"Make the tensor outside, and pass it as an argument or capture it, or use {_RERUN}.",
+        do=f"Make the tensor outside, and pass it as an argument or capture it, or use {RERUN}.",
     )
 
 
@@ -185,7 +185,7 @@ def changes_array(where: str) -> MutationError:
         where=where,
         what="makes a tensor in the memory of a numpy array, which the function then changes.",
         why="A trace has a copy of the array: what is written to one would be missing in the other.",
-        do=f"Change it before, or use torch.tensor, which copies, or use {_RERUN}.",
+        do=f"Change it before, or use torch.tensor, which copies, or use {RERUN}.",
     )
 
 
@@ -195,7 +195,7 @@ def other_default_dtype(function: str) -> TraceError:
         what=f"runs under {torch.get_default_dtype()} as the default dtype, which the function "
         "has set.",
         why="A recomputation runs all operators under the one that the call found.",
-        do=f"Pass dtype= to what makes tensors, set the default outside, or use {_RERUN}.",
+        do=f"Pass dtype= to what makes tensors, set the default outside, or use {RERUN}.",
     )
 
 
@@ -252,7 +252,7 @@ def counts_in_given_memory(func: Any, tensor: Tensor) -> TraceError:
         what="counts a storage_offset in the memory of a tensor from outside.",
         why="Where in it the tensor begins is no part of what the function is given.",
         do="Leave out storage_offset, which counts from the tensor's first element "
-        f"(x[2:].as_strided(size, stride)), or use {_RERUN}.",
+        f"(x[2:].as_strided(size, stride)), or use {RERUN}.",
     )
 
 
@@ -261,7 +261,7 @@ def _without_memory(func: Any, tensor: Tensor, what: str) -> TraceError:
         where=f"`.{func.__name__}()` of {TensorMeta.of(tensor)} at {user_line()}",
         what=what,
         why="A trace runs on tensors that have none.",
-        do=f"Do it outside, or use {_RERUN}.",
+        do=f"Do it outside, or use {RERUN}.",
     )
 
 
@@ -364,7 +364,7 @@ def view_of_unknown(line: str) -> TraceError:
         where=line or "a tensor that the function returns",
         what="is a view of a tensor that was transposed in place, and written to since.",
         why="The written tensor has another layout in the trace, in which the view is none.",
-        do=f"Write x = x.mT instead of x.t_(), or use {_RERUN}.",
+        do=f"Write x = x.mT instead of x.t_(), or use {RERUN}.",
     )
 
 
@@ -373,7 +373,7 @@ def reshapes_in_place(line: str) -> TraceError:
         where=line,
         what="reshapes a view in place (`t_`, `squeeze_` and their kind), and a write follows.",
         why="In a trace, torch gives the view its gradient in the shape that it had.",
-        do=f"Write y = y.t() instead of y.t_(), or use {_RERUN}.",
+        do=f"Write y = y.t() instead of y.t_(), or use {RERUN}.",
     )
 
 
@@ -382,7 +382,7 @@ def of_a_write(why: str, line: str) -> TraceError:
         where=line or "the function",
         what="reads or writes memory that is written to in a way that cannot be traced.",
         why=f"torch cannot make the write anew: {why}.",
-        do=f"Write a new tensor instead (torch.where, torch.cat, torch.complex), or use {_RERUN}.",
+        do=f"Write a new tensor instead (torch.where, torch.cat, torch.complex), or use {RERUN}.",
     )
 
 
@@ -401,7 +401,7 @@ def on_another_thread() -> TraceError:
         where=user_line() or "the function",
         what="the function computes on another thread.",
         why="A trace follows the thread that calls the region, and no other.",
-        do=f"Compute on that thread, or use {_RERUN}.",
+        do=f"Compute on that thread, or use {RERUN}.",
     )
 
 
@@ -422,14 +422,14 @@ def of_the_users(
             what="an autograd.Function differentiates a graph that its forward has kept.",
             why="A trace runs the backward for several layouts of cotangents, and the first "
             "run frees that graph.",
-            do=f"Pass retain_graph=True there, or use {_RERUN}.",
+            do=f"Pass retain_graph=True there, or use {RERUN}.",
         )
     if came_through(error, _TORCHS_NESTED):
         return TraceError.of(
             where=where,
             what="the function makes a nested tensor, which cannot be traced.",
             why="Its sizes are values of another tensor, and a trace sees shapes alone.",
-            do=f"Work on its values and offsets, or on a padded tensor, or use {_RERUN}.",
+            do=f"Work on its values and offsets, or on a padded tensor, or use {RERUN}.",
         )
     if came_through(error, _TORCHS_HOOKS) and "setup_context" in text:
         return TraceError.of(
@@ -444,7 +444,7 @@ def of_the_users(
             what="an operator takes the memory of a tensor, not its numbers.",
             why="A trace runs on tensors that have none. So do nn.LSTM, nn.GRU and nn.RNN on "
             "an accelerator, whose kernels look whether all weights lie in one piece.",
-            do=f"Use {_RERUN}.",
+            do=f"Use {RERUN}.",
         )
     if came_through(error, _TORCHS_CHECKPOINT):
         return TraceError.of(
@@ -455,7 +455,7 @@ def of_the_users(
             do="Remove it (for a model of transformers, by "
             "model.gradient_checkpointing_disable()), because the region recomputes "
             "anyway; or import checkpoint from remat.interop.torch, which makes a "
-            f"region inside the region; or use {_RERUN}.",
+            f"region inside the region; or use {RERUN}.",
         )
     if is_backward and fakes.lacking(error) == "tensor outside":
         return CapturedTensorError.of(
@@ -464,7 +464,7 @@ def of_the_users(
             "forward did not save, or a hook one that it captures.",
             why="It would be stale, or lose its gradient, at the next call.",
             do="Pass it to the forward, and save it with ctx.save_for_backward; pass "
-            f"a hook's to the region; or use {_RERUN}.",
+            f"a hook's to the region; or use {RERUN}.",
         )
     return of_a_step(error, where)
 
@@ -492,13 +492,13 @@ def of_torchs_own(error: Exception) -> TraceError | None:
         where=line_of(error) or "the function",
         what="it, or its derivative of this order, cannot be traced.",
         why=f"torch fails in it: {text}",
-        do=f"Use {_RERUN}.",
+        do=f"Use {RERUN}.",
     )
 
 
 LACKS_DERIVATIVE = (
     "A region is traced with its backward. Detach what nobody differentiates, or use "
-    f"{_RERUN}."
+    f"{RERUN}."
 )
 
 
@@ -515,7 +515,7 @@ def of_an_object(found: object, where: str) -> TraceError:
         where=where,
         what=f"an operator takes a {type(found).__name__}.",
         why="A trace cannot tell one such object from another, nor see what it holds.",
-        do=f"Use {_RERUN}.",
+        do=f"Use {RERUN}.",
     )
 
 
@@ -532,7 +532,7 @@ def require_no_gradient_inside(func: Any, args: Any, kwargs: Any, out: Any) -> N
             what="is an operator without a kernel for autograd.",
             why="Plain torch differentiates what its kernel calls, which a trace does not see.",
             do="Register a derivative (torch.library.register_autograd), pass x.detach() if "
-            f"there is none, or use {_RERUN}.",
+            f"there is none, or use {RERUN}.",
         )
 
 
@@ -542,7 +542,7 @@ def takes_functions(where: str, why: str) -> TraceError:
         what="an operator that takes functions, as torch.cond does, cannot be traced here.",
         why=why.strip().partition("\n")[0].rstrip(".") + ".",
         do="Use torch.where for a branch, call the operator between two regions, or "
-        f"use {_RERUN}.",
+        f"use {RERUN}.",
     )
 
 
@@ -552,7 +552,7 @@ def raises_in_its_trace(error: Exception) -> TraceError:
         where=line_of(error) or "the function",
         what=f"the function raises in its trace ({type(error).__name__}: {first}).",
         why="A trace runs it on tensors that have no values.",
-        do=f"Use {_RERUN}.",
+        do=f"Use {RERUN}.",
     )
 
 
@@ -574,5 +574,5 @@ def of_values(error: Exception, where: str = "") -> TraceError:
         what=f"the function cannot be traced ({str(error).splitlines()[0]}).",
         why="A trace sees shapes and types, not values: it cannot branch on a "
         "tensor's values, call .item(), or run a kernel that hides its work.",
-        do=f"Use {instead}, or {_RERUN}.",
+        do=f"Use {instead}, or {RERUN}.",
     )

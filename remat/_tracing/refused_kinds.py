@@ -7,7 +7,8 @@ from torch import Tensor
 from remat._errors import TraceError
 from remat._user_lines import user_line
 
-_RERUN = 'engine="rerun", which runs the function again in the backward'
+#: The remedy of most refusals.
+RERUN = 'engine="rerun", which runs the function again in the backward'
 
 
 def overriding(kind: type[Tensor]) -> TraceError:
@@ -16,7 +17,7 @@ def overriding(kind: type[Tensor]) -> TraceError:
         what="has a `__torch_function__` of its own, and cannot be traced.",
         why="It would run with the region's programs, in the forward and again in "
         "the backward, but not in the trace that they are made from.",
-        do=f"Pass `x.as_subclass(torch.Tensor)`, or use {_RERUN}.",
+        do=f"Pass `x.as_subclass(torch.Tensor)`, or use {RERUN}.",
     )
 
 
@@ -25,7 +26,7 @@ def becomes(kind: type[Tensor]) -> TraceError:
         where=f"`as_subclass({kind.__name__})` at {user_line()}",
         what="makes a tensor of a subclass.",
         why="A trace runs on tensors of a class of its own.",
-        do=f"Leave it out, or use {_RERUN}.",
+        do=f"Leave it out, or use {RERUN}.",
     )
 
 
@@ -34,5 +35,5 @@ def unknown_parts(func: Any) -> TraceError:
         where=f"`.{func.__name__}()` of a sparse tensor at {user_line()}",
         what="asks how much the tensor holds.",
         why="That depends on numbers, and a trace has none.",
-        do=f"Use torch.nonzero_static, which fixes how much; or {_RERUN}.",
+        do=f"Use torch.nonzero_static, which fixes how much; or {RERUN}.",
     )
