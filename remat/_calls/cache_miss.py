@@ -180,8 +180,7 @@ def _compiled_entry(
         region=region,
         output=traced.output,
         labels=names,
-        written=tuple(operand for operand, _ in joint.mutations),
-        changed=traced.flattened.changed,
+        written=joint.written,
         # Statistics, which torch's kernels write without telling.
         unseen=frozenset(
             operand

@@ -46,11 +46,7 @@ class Entry:
     region: TracedRegion  # what runs
     output: trees.Frame  # how the result is put together
     labels: tuple[str, ...]  # what messages call the operands
-    #: The places of operands that the function changes: its buffers.
-    written: tuple[int, ...]
-    #: The places of arguments that get a gradient by what the function writes to them. Their
-    #: new values are the last of what the region returns.
-    changed: tuple[int, ...]
+    written: tuple[int, ...]  # the places of operands that a call writes to
     #: Those of its buffers that a kernel changes without counting up their version.
     unseen: frozenset[int]
     streams: frozenset[str]  # the streams of registered trackers that it draws from
@@ -102,7 +98,7 @@ class Entry:
         It is the same at every call: a trace holds for one set of switches.
         """
         if self._fast_path is ...:
-            is_more = self.written or self.changed or self.hooked
+            is_more = self.written or self.hooked
             # Without a guard some captured tensor may be wrapped.
             is_one_run = self.guard and self.wants_gradient and not is_more
             found = self.region.fast_path(roots, numerics) if is_one_run else None
@@ -112,20 +108,20 @@ class Entry:
     def call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
         """Runs the region and writes changed buffers back, once."""
         call, given = Call(self.region, roots, numerics, self.labels), list(tensors)
-        writes = (*self.written, *self.changed)
-        if writes:
-            require_apart(tensors, writes, self.labels)
-        for index in writes:
+        if self.written:
+            require_apart(tensors, self.written, self.labels)
+        for index in self.written:
             # The backward must find what the forward found.
             given[index] = opaque_copy(given[index])
         returned, mutations = bind_all(call, given)
-        for index, new in zip(self.written, mutations, strict=True):
+        for index, new in zip(self.written, mutations, strict=False):
             levels.write_back(tensors[index], new, unseen=index in self.unseen)
-        count = len(returned) - len(self.changed)
-        for place, new in zip(self.changed, returned[count:], strict=True):
+        changed = self.written[len(mutations) :]
+        count = len(returned) - len(changed)
+        for place, new in zip(changed, returned[count:], strict=True):
             assert new is not None, "the copy of an argument is returned"
             tensors[place].copy_(new)
-        if writes:
+        if self.written:
             returned = self._with_changed(returned[:count], tensors)
         result = self.result(returned, roots)
         for way in self.hooked:
@@ -145,9 +141,9 @@ class Entry:
         self, returned: Sequence[Tensor | None], tensors: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """What is returned, of which parts are the tensors that were written to."""
-        views = self.region.every_view
+        joint, views = self.stages.joint, self.region.every_view
         copies = [view.output for view in views[len(returned) :]]
-        place_of = dict(zip(copies, self.changed, strict=True))
+        place_of = dict(zip(copies, joint.changed, strict=True))
         found: list[Tensor | None] = []
         for view, tensor in zip(views, returned, strict=False):
             if view.output is not None and view.output in place_of:
@@ -155,7 +151,7 @@ class Entry:
                     view, output=None, operand=place_of[view.output]
                 )
                 found += make_views([own], (), tensors)
-            elif view.operand in self.written:
+            elif view.operand in joint.mutated:
                 changed = tensors[view.operand]
                 is_view = view.path is not None
                 found += make_views([view], (), tensors) if is_view else [changed]

@@ -81,7 +81,7 @@ def residuals_of(
     reason = "a value that the backward reads" if read else region.policy.reason
     # A plain function writes to what it is given, and keeps no state of a draw.
     states = () if read else (state.index for state in stages.joint.states)
-    copied = () if read else (*entry.written, *entry.changed)
+    copied = () if read else entry.written
     counted: set[Hashable] = set()
 
     def residual(

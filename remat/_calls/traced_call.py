@@ -230,6 +230,7 @@ def _run_trace(
     request = Request(
         flattened.build(site.roots, None),
         site.metas,
+        changed=flattened.changed,
         find=lambda tensor: id(tensor) in survey.tensors,
         is_in_parts=any(map(is_taken_whole, site.tensors)),
         like_outputs=like_outputs,

@@ -53,12 +53,25 @@ class Joint:
     spread: tuple[Any, ...]
     #: (operand, its new value) of operands that the function changed.
     mutations: tuple[tuple[int, Ref], ...]
+    #: Arguments that get a gradient by what the function writes to them: their new values are the
+    #: last of the outputs.
+    changed: tuple[int, ...]
     #: Generator states that the forward's draws started from, in order.
     states: tuple[Ref, ...]
     #: Whether a user's `autograd.Function` or hook says how to differentiate a part of it.
     is_custom: bool = False
     #: Of the regions inside.
     policies: frozenset[Any] = frozenset()
+
+    @property
+    def mutated(self) -> tuple[int, ...]:
+        """The operands that the function changed."""
+        return tuple(operand for operand, _ in self.mutations)
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The operands that a call writes to, of which the region gets copies."""
+        return *self.mutated, *self.changed
 
     @property
     def output_metas(self) -> tuple[TensorMeta, ...]:

@@ -190,11 +190,10 @@ def _members_without_budget(analysis: Analysis) -> frozenset[int]:
 
 
 def fixed_bytes(analysis: Analysis) -> int:
-    """Bytes that any budget holds: generator states and copies of changed buffers."""
+    """Bytes that any budget holds: generator states and copies of what a call writes to."""
     joint = analysis.joint
     states = [state.index for state in joint.states]
-    changed = [operand for operand, _ in joint.mutations]
-    return bytes_of(joint.graph, [*states, *changed])
+    return bytes_of(joint.graph, [*states, *joint.written])
 
 
 def no_remat_bytes(analysis: Analysis) -> int:

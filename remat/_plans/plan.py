@@ -101,7 +101,7 @@ class Plan:
         rows: the values that the plan decides about, in the order of the forward.
         budget_bytes: the most that may be held, per call of the region.
         saved_bytes: what a call holds from its forward to its backward because of the
-            plan: saved values, states of generators and copies of changed buffers.
+            plan: saved values, states of generators and copies of what a call changes.
             Arguments are not counted.
         argument_bytes: what a call holds beside that: its tensors, captured ones included,
             which its caller mostly holds too.

@@ -200,7 +200,7 @@ def placements_of(
     joint: Joint, operands: Sequence[TensorMeta]
 ) -> tuple[Any, ...] | None:
     """The DTensor placements of outputs and mutations; None if nothing is a DTensor."""
-    written = [operands[operand].placement for operand, _ in joint.mutations]
+    written = [operands[index].placement for index in joint.mutated]
     found = (*joint.placements, *written)
     each = (*found, *(meta.placement for meta in operands))
     return None if all(placement is None for placement in each) else found

@@ -477,9 +477,8 @@ class TracedRegion:
         function = self._mapped(roots, self.chosen, batch, 0, unmapped=unmapped)
         joints = function.outline(roots, batch.metas, self.states)
         region = self._derive(function, batch.metas, joints)
-        written = [operand for operand, _ in joints[0].mutations]
         dims = [None if k in unmapped else 0 for k in range(len(self.chosen))]
-        return Batched(region, (*dims, *(batch.dims[operand] for operand in written)))
+        return Batched(region, (*dims, *(batch.dims[k] for k in joints[0].mutated)))
 
     @_once
     def mapped_whole(self, roots: Roots, batch: Batch) -> TracedRegion:

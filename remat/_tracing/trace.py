@@ -64,6 +64,9 @@ class Request:
     #: The metadata of each output's cotangent, None where none comes; the whole is None for
     #: "like the outputs".
     cotangents: tuple[TensorMeta | None, ...] | None = None
+    changed: tuple[
+        int, ...
+    ] = ()  # the operands of which the last outputs are new values
     #: Whether a captured tensor may become a further operand.
     find: Callable[[Tensor], bool] = lambda _: False
     is_in_parts: bool = False  # whether a tensor in parts, taken whole, goes in
@@ -341,6 +344,7 @@ def _finish_trace(run: _TraceRun, module: fx.GraphModule) -> Traced:
         gradients=(),
         spread=(),
         mutations=mutations,
+        changed=run.request.changed,
         states=tuple(imported.states),
         is_custom=running.is_custom,
         policies=running.policies,

@@ -70,7 +70,7 @@ def require_independent(
     if (pattern.text, reduce, judged) in known:
         return
     name = _name_of(region)
-    if entry.written or entry.changed:
+    if entry.written:
         raise MutationError.of(
             where=f"tiled: {name}",
             what="changes a buffer or an argument in place.",

@@ -329,14 +329,15 @@ def link_of(
         )
     places = tuple([captured.setdefault(each, len(captured)) for each in found])
     own = len(entry.labels) - len(places)
-    if entry.changed or any(index < own for index in entry.written):
+    joint = entry.stages.joint
+    if joint.changed or any(index < own for index in joint.mutated):
         raise MutationError.of(
             where=where,
             what="changes its argument in place.",
             why="A schedule runs a stage several times, from the same input.",
             do="Write x = x + 1 instead of x += 1, or x = x.clone() first.",
         )
-    written = tuple(places[index - own] for index in entry.written)
+    written = tuple(places[index - own] for index in joint.mutated)
     link = Link(entry.region, site.roots, entry.labels, num_state, places, written)
     return link, entry
 

@@ -70,7 +70,7 @@ def solve_cut(
             what=f"no choice of saved values fits {budget} bytes.",
             why=f"{problem.fixed_bytes} bytes are held even if nothing is saved: "
             "generator states from which the backward draws again, and copies of "
-            "buffers that the function changes.",
+            "what the function changes.",
             do=f"Allow at least {problem.fixed_bytes} bytes, the smallest budget that "
             "can be met.",
         )

@@ -93,7 +93,7 @@ def budget(
 
     What counts is what a call of the region holds from its forward to its backward
     because of the policy: the saved values, as `saved_residuals` lists them, in the
-    form in which they are stored. Generator states and copies of changed buffers count
+    form in which they are stored. Generator states and copies of what a call changes count
     too; they are held whatever is saved. Arguments do not count: they belong to the
     caller, and are held under every policy.
 

@@ -184,6 +184,29 @@ def test_what_is_held_in_any_case_is_counted() -> None:
     assert fixed == [0, state.nbytes, 2 * (8 + 16) * 4 + 2 * 8]
 
 
+def test_the_copy_of_a_written_argument_is_counted() -> None:
+    """It gets a gradient by what is written to it, and the backward needs what it was."""
+    h = seeded(6, 6).requires_grad_()
+
+    def f(x: Tensor, h: Tensor) -> Tensor:
+        h = torch.tanh(h @ h)
+        x.mul_(h.sum())
+        return x.sum() * h.mean()
+
+    found = plan(f, budget=0.5)(seeded(20), h)
+    region = region_of(f, policy=found.policy)
+    region(seeded(20), h)
+    x = seeded(20)
+
+    with LiveBytes() as live:
+        output = region(x, h)
+        held = live.live - output.nbytes
+
+    made = [each for each in region.saved_residuals(seeded(20), h) if not each.path]
+    assert found.problem.fixed_bytes == 20 * 8
+    assert sum(each.size_bytes for each in made) == found.saved_bytes == held
+
+
 @pytest.mark.parametrize("solver", ["cut", "milp"])
 def test_more_budget_costs_less(solver: str) -> None:
     """Down to nothing where all is saved; bounds hold, and bytes stay within."""
