@@ -13,12 +13,12 @@ from typing import Any, ParamSpec, cast, final
 import torch
 
 from remat._calls.decorated import undecided
+from remat._calls.residuals import residuals_of
 from remat._errors import PolicyError, refusal, require_choice, require_type, show_type
 from remat._graph.operators import made_by
 from remat._partition import budgets
 from remat._partition.decide import fingerprint
 from remat._partition.peak import Peaks
-from remat._torch.tensors import memory_of
 from remat.planners import Option, Problem, Solution, Step, solve_cut, solve_milp
 from remat.policies import AbstractPolicy, Budget, Planned
 from remat.policies._budget import Size, as_budget
@@ -365,7 +365,8 @@ class Planner:
     ) -> None:
         entry, site, captured = undecided(fun).entry_of(args, kwargs)
         operands = entry.region.operands
-        self._argument_bytes = sum(memory_of((*site.tensors, *captured)).values())
+        held = residuals_of(entry, (*site.tensors, *captured))
+        self._argument_bytes = sum(each.size_bytes for each in held if each.path)
         self._analysis = entry.region.stages(site.roots).analysis
         self._policy, self._solver = policy, solver
         self.fingerprint = fingerprint(self._analysis)

@@ -27,13 +27,16 @@ def test_a_budget_is_a_policy() -> None:
         assert measured(region, args, leaves)[0] == found.saved_bytes
 
 
-def test_a_plan_states_what_is_held_in_all() -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"saved_inputs": storage.Cast(torch.half)}], ids=["", "stored"]
+)
+def test_a_plan_states_what_is_held_in_all(options: dict[str, Any]) -> None:
     """Its own bytes, and those of the arguments, as the list of what is held has them."""
-    f, args, _ = gpt()
+    f, args = mlp, mlp_args()
 
-    found = plan(f, budget=0.4)(*args)
+    found = plan(remat(f, **options), budget=0.4)(*args)
 
-    held = region_of(f, policy=found.policy).saved_residuals(*args)
+    held = remat(f, policy=found.policy, **options).saved_residuals(*args)
     own = {
         is_input: sum(r.size_bytes for r in held if (r.op == "input") is is_input)
         for is_input in (True, False)
