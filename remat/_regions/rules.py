@@ -17,7 +17,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat._errors import refusal
 from remat._graph.meta import TensorMeta, layout_of
 from remat._regions import out_of_memory, prefetch
 from remat._regions.derived_forwards import dual, primal_of, unpack_dual, unpack_duals
@@ -97,14 +96,7 @@ def run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
         case "vmap":
             return _run_under_vmap(call, tensors, save, interpreter)
         case _:
-            raise refusal(
-                NotImplementedError,
-                where=f"a region under torch.func.{kind}",
-                what="cannot be differentiated there.",
-                why="remat has rules for grad, vjp, jvp and vmap, and for "
-                "transforms built from these.",
-                do="Apply the transform inside the region.",
-            )
+            return _run_functionalized(call, tensors, save, interpreter)
 
 
 def _run_opened(call: Call, opened: Opened, tensors: Sequence[Tensor]) -> Results:
@@ -157,10 +149,8 @@ def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
 
 
 def _is_differentiated(call: Call, tensors: Sequence[Tensor]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
     operands = tensors[call.region.num_leading :]
-    return any(map(guards.requires_grad, operands))
+    return torch.is_grad_enabled() and any(map(guards.requires_grad, operands))
 
 
 def _run_under_grad(
@@ -292,6 +282,16 @@ def _run_under_vmap(
             results = run(below, physical, save)
     dims = [0] * len(results.flat) if batched.dims is None else batched.dims
     wrapped = levels.wrap_batched(results.flat, dims, level)
+    return Results.of(results.shape, wrapped, results.flows)
+
+
+def _run_functionalized(
+    call: Call, tensors: Sequence[Tensor], save: bool, interpreter: Any
+) -> Results:
+    """Runs below `functionalize`, for which a region is functional already."""
+    with levels.lowered(interpreter):
+        results = run(call, levels.below_functionalize(tensors), save)
+    wrapped = levels.wrap_functional(results.flat, interpreter.level())
     return Results.of(results.shape, wrapped, results.flows)
 
 

@@ -141,6 +141,18 @@ def short_levels() -> ShortLevels | None:
     return ShortLevels(stack[-1].level(), pyfunctorch.coerce_cinterpreter(stack[0]))
 
 
+def below_functionalize(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors below a level of `functionalize`, as its pending writes leave them."""
+    return _transforms._unwrap_all_tensors_from_functional(
+        [*tensors], reapply_views=True
+    )
+
+
+def wrap_functional(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
+    """The tensors as a level of `functionalize` sees them."""
+    return _transforms._wrap_all_tensors_to_functional([*tensors], level)
+
+
 def unwrap_batched(
     tensors: Sequence[Tensor], level: int
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import (
     functional_call,
+    functionalize,
     grad,
     grad_and_value,
     hessian,
@@ -133,6 +134,11 @@ TRANSFORMS = {
         lambda w: vmap(grad(total(f), 1), (None, 0))(w, batch(x)).sin().sum()
     )(w),
     "third": third,
+    "functionalize_grad": lambda f, w, x: functionalize(grad(total(f)))(w, x),
+    "grad_functionalize": lambda f, w, x: grad(functionalize(total(f)))(w, x),
+    "vmap_functionalize_grad": lambda f, w, x: vmap(
+        functionalize(grad(total(f))), (None, 0)
+    )(w, batch(x)),
     "functional_call": lambda f, w, x: grad(
         lambda p: functional_call(Layer(f), p, (x,)).sin().sum()
     )({"w": w}),

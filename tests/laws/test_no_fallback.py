@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.func import grad
+from torch.func import functionalize, grad
 
 from remat import policies, remat
 from tests.functions import FUNCTIONS
@@ -104,12 +104,18 @@ def test_torch_func_recomputes(function):
 
 
 @pytest.mark.contract
-def test_a_transform_without_a_rule_is_refused():
-    """And named."""
-    x = seeded(3).requires_grad_()
+@pytest.mark.parametrize("is_outside", [True, False], ids=["outside", "inside"])
+def test_functionalize_recomputes(is_outside):
+    """Around a gradient, and in one, the operators are those of the gradient alone."""
+    x, w = seeded(3, 4), seeded(4, 4)
 
-    with pytest.raises(
-        NotImplementedError,
-        match=r"a region under torch\.func\.functionalize: .* rules for .* inside",
-    ):
-        torch.func.functionalize(remat(torch.sin))(x)
+    def loss(x):
+        return remat(lambda x: ((x @ w).sin() @ w).exp())(x).sum()
+
+    both = functionalize(grad(loss)) if is_outside else grad(functionalize(loss))
+
+    counts, expected = (
+        computing(count_operators(each, x)) for each in (both, grad(loss))
+    )
+    assert counts == expected
+    assert counts["aten.mm"] == 6
