@@ -103,7 +103,8 @@ class Entry:
             is_one_run = self.guard and self.wants_gradient and not is_more
             found = self.region.fast_path(roots, numerics) if is_one_run else None
             self._fast_path = found
-        return self._fast_path
+        # What plain autograd is known to differentiate again is opened instead, at each call.
+        return None if self.region.is_recorded else self._fast_path
 
     def call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
         """Runs the region and writes changed buffers back, once."""

@@ -272,3 +272,17 @@ def opened_for(
         has_tangent = tuple(tensor.is_floating_point() for tensor in tensors)
     opened = region.opened(call.roots, wants, has_tangent)
     return (call if opened else call._replace(is_borrowing=True)), opened
+
+
+def opened_for_autograd(
+    call: Call, tensors: Sequence[Tensor]
+) -> tuple[Call, Opened | None]:
+    """`opened_for` plain autograd, whose one level serves all orders.
+
+    For a region of which it has recorded a backward. One that returns all that it saves is open.
+    """
+    if not autograd.is_plain_autograd():
+        return call, None
+    if call.region.shows_saved(call.roots):
+        return call._replace(is_borrowing=True), None
+    return opened_for(call, tensors, save=True)

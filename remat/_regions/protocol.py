@@ -91,6 +91,8 @@ class Region(Protocol):
     @property
     def num_draws(self) -> int: ...
     @property
+    def is_recorded(self) -> bool: ...
+    @property
     def policy_text(self) -> str: ...
     @property
     def is_derivative(self) -> bool: ...
@@ -103,6 +105,8 @@ class Region(Protocol):
     def forward(
         self, roots: Roots, save: bool
     ) -> Callable[[Sequence[Tensor], Numerics], Results]: ...
+    def shows_saved(self, roots: Roots) -> bool | None: ...
+    def note_recorded(self, roots: Roots) -> bool | None: ...
     def recorded(self, roots: Roots) -> Region: ...
     def opened(
         self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
@@ -162,6 +166,7 @@ class WithoutProgram:
     inputs = MappingProxyType[int, AbstractStorage]({})
     calls = Calls()
     num_draws = 0
+    is_recorded = False
     explained = None
 
     @property
@@ -177,7 +182,7 @@ class WithoutProgram:
     def one_program(self, *_: object, **__: object) -> None:
         """None, as for each way that takes a program."""
 
-    fast_path = opened = pushed = one_program
+    fast_path = opened = pushed = shows_saved = note_recorded = one_program
 
     def recorded(self, roots: Roots) -> Self:
         """Itself: its gradients are made anew at each order."""

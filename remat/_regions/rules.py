@@ -22,7 +22,7 @@ from remat._regions import out_of_memory, prefetch
 from remat._regions.derived_forwards import dual, primal_of, unpack_dual, unpack_duals
 from remat._regions.forwards import FastPath, Followed, Results, latest, make_views
 from remat._regions.functions import Batch
-from remat._regions.opening import opened_for
+from remat._regions.opening import opened_for, opened_for_autograd
 from remat._regions.protocol import Asked, Call, Opened, Region
 from remat._regions.run_backward import (
     by_operand,
@@ -30,6 +30,7 @@ from remat._regions.run_backward import (
     explain_failure,
     read_saved,
     require_recordable,
+    resolved,
     run_freeing,
     second_derivative,
 )
@@ -50,8 +51,13 @@ def bind_all(
 ) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
     """What the region's function returns, and the new values of what it changed."""
     region, tensors = call.region, levels.unwrap_dead(tensors)
-    is_plain = region.keeps and not call.is_last and guards.is_quiet()
-    if is_plain and _is_differentiated(call, tensors):
+    is_kept = region.keeps and not call.is_last and _is_differentiated(call, tensors)
+    if is_kept and region.is_recorded:
+        call, opened = opened_for_autograd(call, tensors)
+        if opened is not None:
+            results = _run_opened(call, opened, tensors)
+            return returned_by(call, results.outputs, tensors), ()
+    if is_kept and guards.is_quiet():
         fast_path = region.fast_path(call.roots, call.numerics)
         if fast_path is not None:
             call = call._replace(
@@ -392,7 +398,7 @@ def _wants_first_order() -> bool:
 def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
     try:
         prefetch.start(ctx)
-        cotangents = _resolved(cotangents)
+        cotangents = resolved(cotangents)
         return node_gradients(ctx, pulled_back(ctx, cotangents), cotangents)
     except BaseException:
         prefetch.drop()
@@ -445,7 +451,7 @@ def node_gradients(
         below = Call(
             *(derived, call.roots, numerics, call.labels),
             is_last=call.is_first_order,
-            connected_below=connected_below(ctx.level, kept),
+            connected_below=connected_below(ctx, kept),
             drawn_below=min(call.drawn_below, ctx.level),
         )
         # A graph of Dynamo's calls the node itself, outside of what told the forward.
@@ -505,17 +511,6 @@ def _forward_fast(ctx: Any, call: Call, *operands: Tensor) -> tuple[Tensor, ...]
     return tuple(found[:first])
 
 
-def _resolved(cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Without lazy conjugation, or sizes of Dynamo's: programs are traced for what lies there."""
-    found = [
-        each if each is None else each.resolve_conj().resolve_neg()
-        for each in cotangents
-    ]
-    if tracer.is_in_compiler():
-        found = [each if each is None else sizes.settled(each) for each in found]
-    return tuple(found)
-
-
 @dynamo.unseen_by_dynamo
 def _gradients_fast(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
     """`_gradients` after a fast forward: most often by the program of a backward before."""
@@ -545,7 +540,7 @@ def look_up_gradients(
     ctx: Any, cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """The gradients by a backward unlike all before; it is remembered for the next one."""
-    cotangents = _resolved(cotangents)
+    cotangents = resolved(cotangents)
     fast_path: FastPath = ctx.call.fast_path
     numerics = Numerics.current()
     derived = pulled_back(ctx, cotangents)

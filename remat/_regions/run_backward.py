@@ -18,7 +18,18 @@ from remat._regions import out_of_memory
 from remat._regions.forwards import make_views
 from remat._regions.protocol import Call, Region
 from remat._regions.waiting import resumed
-from remat._torch import autograd, levels
+from remat._torch import autograd, levels, sizes, tracer
+
+
+def resolved(cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Without lazy conjugation, or sizes of Dynamo's: programs are traced for what lies there."""
+    found = [
+        each if each is None else each.resolve_conj().resolve_neg()
+        for each in cotangents
+    ]
+    if tracer.is_in_compiler():
+        found = [each if each is None else sizes.settled(each) for each in found]
+    return tuple(found)
 
 
 def read_saved(ctx: Any) -> tuple[Tensor, ...]:
@@ -77,13 +88,16 @@ def by_operand(
     return (None, *[next(rest) if each else None for each in wanted[1:]])
 
 
-def connected_below(level: int, kept: Sequence[Tensor]) -> int:
+def connected_below(ctx: Any, kept: Sequence[Tensor]) -> int:
     """Below which level of torch.func what a node saved has gradients of its own.
 
-    The node was recorded at `level`, 0 without a transform, which wraps what it kept until it ends.
+    The node was recorded at a level, 0 without a transform, which wraps what it kept until it ends.
     """
+    level, call = ctx.level, ctx.call
     if level == 0:
-        return 0
+        is_recorded = torch.is_grad_enabled() and autograd.is_plain_autograd()
+        is_open = is_recorded and call.region.note_recorded(call.roots)
+        return sys.maxsize if is_open else 0
     if all(levels.level_of(each) != level for each in kept):
         return sys.maxsize
     running = levels.current_interpreter()

@@ -135,6 +135,9 @@ class TracedRegion:
     #: Whether it is made from a backward that may take values from the one before.
     is_borrowing: bool = False
 
+    #: Whether plain autograd has recorded a backward of it, to be differentiated again.
+    is_recorded: bool = dataclasses.field(default=False, init=False)
+
     # Without annotations, so that these are no fields.
     held_apart = ()
     runs_first = False
@@ -269,6 +272,28 @@ class TracedRegion:
             return Opened(region, num_outputs)
 
         return if_derivable(opened)
+
+    @_once
+    def shows_saved(self, roots: Roots) -> bool:
+        """Whether all that its backward reads beside the operands is returned, too."""
+        forward = self.forward(roots, save=True)
+        num_outputs, num_mutations, num_saved, _ = forward.shape
+        found, first = forward.program.graph.outputs, num_outputs + num_mutations
+        flows = forward.flows or (True,) * num_outputs
+        shown = set(itertools.compress(found, flows))
+        return forward.is_alone and shown.issuperset(found[first : first + num_saved])
+
+    def note_recorded(self, roots: Roots) -> bool:
+        """Notes that plain autograd records a backward, and so opens the calls from now on.
+
+        Returns whether what the backward reads has gradients of its own: autograd knows of a value
+        that waits, and is an output too, how it came about.
+        """
+        if not self.is_recorded:
+            self.is_recorded = True
+            # The backwards that are known there take nothing from others.
+            self.derived.pop((TracedRegion._fast_path.__name__,), None)
+        return self.shows_saved(roots)
 
     @_once
     def recorded(self, roots: Roots) -> TracedRegion:

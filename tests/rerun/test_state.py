@@ -503,15 +503,21 @@ def test_what_a_class_of_tensors_holds_is_moved_once(engine: Any) -> None:
 
 @pytest.mark.contract
 @pytest.mark.filterwarnings("ignore:.*a hook for all modules")
-@pytest.mark.parametrize(("engine", "order"), [("rerun", 1), ("trace", 2)])
+@pytest.mark.filterwarnings("ignore:.*verify")
+@pytest.mark.parametrize(
+    ("options", "order"), [({"engine": "rerun"}, 1), ({"verify": True}, 2)]
+)
 def test_hooks_for_all_modules_may_not_change_before_a_backward(
-    engine: Any, order: int
+    options: dict[str, Any], order: int
 ) -> None:
-    """A trace has its first backward already; what runs again would call other hooks."""
+    """A trace has its first backward already, and with `verify` is traced again for a second.
+
+    What runs again would call other hooks.
+    """
     linear, x = nn.Linear(4, 4, dtype=torch.float64), seeded(2, 4).requires_grad_()
     hook: Any = lambda _, __, y: y * 2  # noqa: E731
     handle = module.register_module_forward_hook(hook)
-    found = remat(lambda x: linear(x).sin(), engine=engine)(x)
+    found = remat(lambda x: linear(x).sin(), **options)(x)
     handle.remove()
 
     def derive() -> None:
