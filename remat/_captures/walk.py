@@ -277,13 +277,18 @@ def put_back_hooked(survey: Survey) -> tuple[tuple[Step, ...], ...]:
     """Removes the stand-ins of a trace from the weights that torch's older hooks compute.
 
     `torch.nn.utils.spectral_norm`, `weight_norm` and pruning store the weight in a plain
-    attribute before each call. Returns the steps from the roots to each module that has any.
+    attribute before each call. Returns the steps from the roots to each module whose hooks ran.
     """
     ways: list[tuple[Step, ...]] = []
     for node in survey.nodes.values():
         if not isinstance(node.value, nn.Module):
             continue
-        names = [name for name, _ in made_by_hooks(node.value)]
+        held = vars(node.value)
+        names = [
+            name
+            for name, _ in made_by_hooks(node.value)
+            if held.get(name) is not node.content["var", name]
+        ]
         for name in names:
             places.write_place(node.value, ("var", name), node.content["var", name])
         if names:

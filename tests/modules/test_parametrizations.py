@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from remat import SideEffectError, chain, modules, schedules
+from remat import SideEffectError, chain, modules, remat, schedules
 from tests.modules.models import WIDTH, a_model, a_step, each_option
 from tests.support import assert_bitwise, assert_close, seeded
 
@@ -103,6 +103,22 @@ def test_who_reads_such_a_weight_gets_its_gradient(hooked):
     for _ in range(3):
         assert_close(gradients(model), gradients(plain))
     torch.func.grad(lambda x: model(x).sum())(seeded(3, WIDTH))
+
+
+@ignores_age
+@pytest.mark.parametrize("hooked", OLDER, ids=["spectral", "weight", "pruned"])
+def test_a_hook_that_a_call_passes_by_makes_nothing(hooked):
+    """As `module.forward` does: the attribute stays what the last call of the module left."""
+
+    def build():
+        return hooked(nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
+
+    plain, model = a_model(build), a_model(build)
+    region, x = remat(model.forward), seeded(3, WIDTH)
+
+    for _ in range(3):
+        assert_bitwise(region(x), plain.forward(x))
+        assert_bitwise(model.weight.detach(), plain.weight.detach())
 
 
 def test_a_weight_that_the_module_assigns():
