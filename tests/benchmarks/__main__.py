@@ -26,6 +26,7 @@ OTHERS = {
     "overhead": "tests.benchmarks.overhead",
     "peaks": "tests.benchmarks.peaks",
     "random": "tests.benchmarks.random",
+    "recorded": "tests.benchmarks.recorded",
     "sharding": "tests.benchmarks.sharding",
     "sizes": "tests.benchmarks.sizes",
     "reports": "tests.benchmarks.reports",
@@ -35,7 +36,7 @@ OTHERS = {
     "transformers": "tests.benchmarks.transformers",
 }
 #: Which of them are told what the command was told.
-OPTIONS = {"gpu": ("dry_run", "quick")}
+OPTIONS = {"gpu": ("dry_run", "quick"), "recorded": ("quick",)}
 #: What these measure, each by a name of its own too.
 ROWS_OF = {
     "nested": ("pinn", "maml", "hessian", "penalty", "third"),

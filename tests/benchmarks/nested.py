@@ -162,7 +162,7 @@ def measured(name: str, sizes: Sizes, quick: bool) -> dict[str, Line]:
         pace = Pace.quick() if quick else Pace.of(timed)
         times = interleaved(timed, pace.rounds, pace.turns, pace.lead, clock())
     ratios = paired(times, times[PLAIN])
-    own = {each: _line(ratios[each], step) for each, step in steps.items()}
+    own = {each: line(ratios[each], step) for each, step in steps.items()}
     return own | {each: Line(ratios[each], n) for each, n in answer.peaks.items()}
 
 
@@ -185,7 +185,8 @@ def _of_jax(
         yield answer or jax_peer.Answer((), {}, {})
 
 
-def _line(ratio: Ratio, step: Callable[[], Any]) -> Line:
+def line(ratio: Ratio, step: Callable[[], Any]) -> Line:
+    """What a step comes to that took so long."""
     counts = count_operators(step)
     return Line(
         ratio,

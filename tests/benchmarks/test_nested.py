@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.benchmarks import __main__ as command, nested, orders
+from tests.benchmarks import __main__ as command, nested, orders, recorded
 from tests.benchmarks.contenders import PLAIN
 from tests.support import swept
 
@@ -27,6 +27,17 @@ def test_a_nest_is_timed_against_its_limit(capsys: pytest.CaptureFixture[str]) -
     kinds = [row.split(" | ")[1] for row in rows]
     own = [f"remat, {kept}" for kept in orders.KEPT]
     assert kinds == [PLAIN, *own, *(f"{name}, its limit" for name in own[:2])]
+
+
+def test_recorded_gradients_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """By plain autograd, beside torch's checkpoint."""
+    assert command.main(["recorded", "--quick"]) == 0
+
+    printed = capsys.readouterr().out
+    rows = [each.split(" | ") for each in printed.splitlines() if " to " in each]
+    assert len(rows) == len(recorded.STEPS) * (2 + len(recorded.KEPT))
+    products = [int(row[-2]) for row in rows]
+    assert products[0] == products[3] == products[4] < products[1] <= products[2]
 
 
 @pytest.mark.parametrize("name", swept(nested.ROWS))
