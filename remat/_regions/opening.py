@@ -12,6 +12,7 @@ from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta
 from remat._graph.numbering import same_outputs
 from remat._graph.values import Graph, Ref, Value, prune
+from remat._partition.budgets import is_recomputed
 from remat._partition.cut import backward_graph, cut, forward_graph
 from remat._partition.peak import peaks_of
 from remat._partition.stages import Stages
@@ -36,8 +37,8 @@ def is_differentiated_alike(
 
     A user's `autograd.Function`, `no_grad` or `detach` shows in the gradients of the
     function, not in its program: both are traced, and compared value by value. Nor do
-    regions inside show there. They bound the peak of what runs again (law 9), but for those
-    with the policy of the whole, where that saves something and its backward holds about as
+    regions inside show there. They bound the peak of what runs again (law 9), unless nothing does,
+    or they have the policy of the whole, that saves something, and its backward holds about as
     much without them.
     """
     joint = stages.joint
@@ -46,8 +47,11 @@ def is_differentiated_alike(
     if forward.storages or forward.placements:
         return False
     repeats = any(value.rank >= 0 for value in joint.graph.values)
-    is_bounded = not forward.shape[2] or bool(joint.policies - {policy})
-    is_own = joint.is_custom or (repeats and is_bounded)
+    is_bounded = not forward.shape[2] or joint.policies - {policy}
+    runs_again = is_bounded and any(
+        is_recomputed(stages.analysis, index) for index in stages.cut.steps
+    )
+    is_own = joint.is_custom or (repeats and runs_again)
     if is_own or joint.mutations or joint.states:
         return False
     graph = with_ends(forward_graph(joint, ())[0], joint.differentiable)

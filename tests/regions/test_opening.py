@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad
 
-from remat import remat
+from remat import checkpoint_name, policies, remat
 from remat._regions import functions, opening
-from tests.support import assert_close, seeded
+from tests.support import assert_close, count_operators, seeded
 
 pytestmark = pytest.mark.contract
 
@@ -73,3 +73,28 @@ def test_an_error_that_names_no_argument_teaches_nothing() -> None:
         op._schema.arguments[place].name in {"mean", "rstd"}
         for op, place in opening._constants - known
     )
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [None, policies.save_matmul_outputs, policies.save_only_these_names("h")],
+    ids=["nothing", "matmuls", "names"],
+)
+@pytest.mark.filterwarnings("ignore:.*saves no memory:remat.RematWarning")
+def test_regions_inside_bound_nothing_where_all_is_saved(inner: Any) -> None:
+    """Whatever their policy: no operator runs again for a second derivative, either."""
+    w = seeded(4, 4)
+
+    def layer(x: Tensor) -> Tensor:
+        return torch.tanh(checkpoint_name(x @ w, "h"))
+
+    def stack(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: x + f(f(x)).sin()
+
+    plain, outer = stack(layer), stack(remat(layer, policy=inner))
+    region = remat(outer, policy=policies.everything_saveable)
+    assert_close(twice(region), twice(plain))
+
+    found, expected = (count_operators(lambda f=f: twice(f)) for f in (region, plain))
+    for op in ("aten.mm", "aten.tanh", "aten.sin", "aten.cos"):
+        assert found[op] <= expected[op]
