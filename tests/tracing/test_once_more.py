@@ -20,12 +20,12 @@ def _first(y: Tensor, _: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "differentiate"),
-    [("trace", _second), ("rerun", _first)],
-    ids=["trace", "rerun"],
+    ("options", "differentiate"),
+    [({"verify": True}, _second), ({"engine": "rerun"}, _first)],
+    ids=["traced anew", "rerun"],
 )
 @pytest.mark.filterwarnings("ignore::remat.RematWarning")
-def test_what_a_function_raises_only_then_is_told(engine, differentiate):
+def test_what_a_function_raises_only_then_is_told(options, differentiate):
     """A `StopIteration` out of a backward would say nothing of the region; it is the cause."""
     runs = itertools.count()
 
@@ -34,7 +34,7 @@ def test_what_a_function_raises_only_then_is_told(engine, differentiate):
             raise StopIteration
         return x.sin()
 
-    region = remat(function, engine=engine)
+    region = remat(function, **options)
     x = torch.ones(3, requires_grad=True)
     y = region(x)
 

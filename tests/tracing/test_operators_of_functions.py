@@ -279,14 +279,29 @@ def test_a_second_derivative_is_right_or_refused(
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", ["plain", "loop"])
-def test_a_graph_of_the_backward_is_refused(name: str) -> None:
+def of_recorded(fun: Function, x: Tensor) -> Tensor:
+    """A second derivative by plain autograd."""
+    (first,) = torch.autograd.grad(fun(x).sin().sum(), x, create_graph=True)
+    return torch.autograd.grad(first.sin().sum(), x)[0]
+
+
+def test_a_graph_of_the_backward_is_refused() -> None:
     """torch's own second derivative is wrong, without a word."""
     x = seeded(2, 3).requires_grad_()
-    y = remat(ALL[name])(x).sum()
 
     with pytest.raises(TraceError, match=r"functions\.py:\d+: .*differentiated twice"):
-        torch.autograd.grad(torch.autograd.grad(y, x, create_graph=True)[0].sum(), x)
+        of_recorded(remat(ALL["loop"]), x)
+
+
+def test_a_graph_of_the_backward_of_a_condition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch gives it no gradient at all; a region opens the programs of both ways."""
+    fun, x = ALL["plain"], seeded(2, 3).requires_grad_()
+    found = [of_recorded(remat(fun), x) for _ in range(2)]
+
+    monkeypatch.setattr(torch, "cond", as_python)
+    assert_close(found, [of_recorded(fun, x)] * 2)
 
 
 def test_a_second_derivative_of_a_map() -> None:
