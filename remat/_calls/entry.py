@@ -104,7 +104,7 @@ class Entry:
             found = self.region.fast_path(roots, numerics) if is_one_run else None
             self._fast_path = found
         # What plain autograd is known to differentiate again is opened instead, at each call.
-        return None if self.region.is_recorded else self._fast_path
+        return None if self.region.was_recorded else self._fast_path
 
     def call(self, roots: Roots, tensors: Sequence[Tensor], numerics: Numerics) -> Any:
         """Runs the region and writes changed buffers back, once."""
@@ -115,9 +115,10 @@ class Entry:
             # The backward must find what the forward found.
             given[index] = opaque_copy(given[index])
         returned, mutations = bind_all(call, given)
-        for index, new in zip(self.written, mutations, strict=False):
+        num_mutated = len(mutations)
+        mutated, changed = self.written[:num_mutated], self.written[num_mutated:]
+        for index, new in zip(mutated, mutations, strict=True):
             levels.write_back(tensors[index], new, unseen=index in self.unseen)
-        changed = self.written[len(mutations) :]
         count = len(returned) - len(changed)
         for place, new in zip(changed, returned[count:], strict=True):
             assert new is not None, "the copy of an argument is returned"

@@ -91,7 +91,7 @@ class Region(Protocol):
     @property
     def num_draws(self) -> int: ...
     @property
-    def is_recorded(self) -> bool: ...
+    def was_recorded(self) -> bool: ...
     @property
     def policy_text(self) -> str: ...
     @property
@@ -166,7 +166,7 @@ class WithoutProgram:
     inputs = MappingProxyType[int, AbstractStorage]({})
     calls = Calls()
     num_draws = 0
-    is_recorded = False
+    was_recorded = False
     explained = None
 
     @property

@@ -52,7 +52,7 @@ def bind_all(
     """What the region's function returns, and the new values of what it changed."""
     region, tensors = call.region, levels.unwrap_dead(tensors)
     is_kept = region.keeps and not call.is_last and _is_differentiated(call, tensors)
-    if is_kept and region.is_recorded:
+    if is_kept and region.was_recorded:
         call, opened = opened_for_autograd(call, tensors)
         if opened is not None:
             results = _run_opened(call, opened, tensors)
@@ -102,6 +102,7 @@ def run(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
         case "vmap":
             return _run_under_vmap(call, tensors, save, interpreter)
         case _:
+            assert kind == "functionalize", f"torch.func has a transform {kind}"
             return _run_functionalized(call, tensors, save, interpreter)
 
 

@@ -110,6 +110,7 @@ class TracedRegion:
         held_apart: what waits for its backward outside of autograd: nothing.
         runs_first: whether only a run tells what the outputs depend on: here the trace does.
         is_open: whether a size of an operand is a symbol of a running trace.
+        was_recorded: whether plain autograd has recorded a backward of it (`create_graph=True`).
         derived: what was made of it so far, by what makes it and what was asked.
     """
 
@@ -134,9 +135,6 @@ class TracedRegion:
     is_opened: bool = False  # whether it is that region's program itself
     #: Whether it is made from a backward that may take values from the one before.
     is_borrowing: bool = False
-
-    #: Whether plain autograd has recorded a backward of it, to be differentiated again.
-    is_recorded: bool = dataclasses.field(default=False, init=False)
 
     # Without annotations, so that these are no fields.
     held_apart = ()
@@ -165,6 +163,7 @@ class TracedRegion:
             self.chosen, self.every_view = outline.chosen, outline.views
         self.views = None if are_identity_views(self.every_view) else self.every_view
         self.is_open = any(map(is_open, self.operands))
+        self.was_recorded = False
         self.derived: dict[Hashable, Any] = {}
 
     def stages(self, roots: Roots) -> Stages:
@@ -226,11 +225,12 @@ class TracedRegion:
 
     def fast_path(self, roots: Roots, numerics: Numerics) -> FastPath | None:
         """The forward that saves, if a call needs no more than to run its program."""
-        path = self._fast_path(roots)
+        # The backwards that one remembers take values from others, or all do not.
+        path = self._fast_path(roots, self.was_recorded)
         return path if path and path.numerics.are_met_by(numerics) else None
 
     @_once
-    def _fast_path(self, roots: Roots) -> FastPath | None:
+    def _fast_path(self, roots: Roots, _is_borrowing: bool) -> FastPath | None:
         forward = self.forward(roots, save=True)
         is_more = forward.num_leading or self.inputs or not forward.is_one_program
         return None if is_more else FastPath.of(forward, self.views)
@@ -289,10 +289,7 @@ class TracedRegion:
         Returns whether what the backward reads has gradients of its own: autograd knows of a value
         that waits, and is an output too, how it came about.
         """
-        if not self.is_recorded:
-            self.is_recorded = True
-            # The backwards that are known there take nothing from others.
-            self.derived.pop((TracedRegion._fast_path.__name__,), None)
+        self.was_recorded = True
         return self.shows_saved(roots)
 
     @_once
