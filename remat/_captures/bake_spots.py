@@ -16,6 +16,7 @@ from remat._captures.covered import ABSENT, Covered, Equal, Form, Rule, Spot
 from remat._captures.library import (
     is_library_module,
     mentions,
+    module_of,
     user_bases,
     users_hooks,
 )
@@ -186,33 +187,47 @@ class _Baker:
                 self.write(node, ("var", name), ABSENT)
 
     def cover_names(self, functions: Sequence[Node]) -> None:
-        """Covers the globals that code names and that are not there, and their attributes."""
+        """Covers what code names that is not there: globals, and attributes of what it names."""
         missing: dict[tuple[int, str], Node] = {}
         asked: dict[tuple[int, str], None] = {}
+        tried: set[str] = set()
         for node in functions:
             space: dict[str, object] = node.value.__globals__
             named = mentions(node.value.__code__)
+            tried |= named.tried
             for name in named.globals - space.keys():
                 missing.setdefault((id(space), name), node)
+            cells = node.value.__code__.co_freevars
             for name, attribute in named.asked:
-                owner = space.get(name)
-                is_named = type(owner) in _NAMED or isinstance(owner, type)
-                if is_named and id(owner) in self.known:
+                cell = (
+                    ("cell", cells.index(name)) if name in cells else ("global", name)
+                )
+                owner = node.content.get(cell)
+                if type(owner) in _NAMED and id(owner) in self.known:
                     asked[id(owner), attribute] = None
         for (_, name), node in missing.items():
             self.write(node, ("global", name), ABSENT)
         for identity, name in asked:
             self.cover_attribute(self.survey.nodes[identity], name)
+        self.cover_tried(sorted(tried))
+
+    def cover_tried(self, names: Sequence[str]) -> None:
+        """Covers that no class of the user's has what code asks for that is not there."""
+        for identity in [*self.known]:
+            node = self.survey.nodes[identity]
+            kind = node.value
+            if isinstance(kind, type) and not is_library_module(module_of(kind)):
+                for name in names:
+                    if not hasattr(kind, name):
+                        self.write(node, ("var", name), ABSENT)
 
     def cover_attribute(self, node: Node, name: str) -> None:
-        """Covers what a function, a Python module or a class may get, or a library changes."""
+        """Covers what a function or a Python module may get, or a library changes."""
         held = places.attributes(node.value)
         is_library = node.look is contents.of_nothing
         if name in held and is_library and type(held[name]) in _SWITCHES:
             self.write(node, ("var", name), Equal(held[name]))
-        elif not held.keys() & {name, "__getattr__"} and not (
-            isinstance(node.value, type) and hasattr(node.value, name)
-        ):
+        elif not held.keys() & {name, "__getattr__"}:
             self.write(node, ("var", name), ABSENT)
 
     def cover_shape(self, node: Node, step: Step) -> None:
@@ -251,7 +266,7 @@ class _Baker:
         return len(self.spots) - 1
 
 
-# Values whose attributes code names, besides classes.
+# Values whose attributes code names by the name of the value.
 _NAMED = frozenset({types.FunctionType, types.ModuleType})
 # Values of a library's globals that may be its switches.
 _SWITCHES = frozenset({bool, int, float, str, type(None)})

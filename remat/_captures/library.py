@@ -123,8 +123,11 @@ class Mentions(NamedTuple):
     names: Set[str]
     #: Modules imported when the code runs, as (dots, dotted name).
     imports: Set[tuple[int, str]]
-    #: Attributes that are asked of a global, as (name, attribute), by `getattr` too.
+    #: Attributes asked of a global or a variable of a closure, as (name, attribute).
     asked: Set[tuple[str, str]]
+    tried: Set[
+        str
+    ]  # attributes that may lack: texts beside `getattr`, names beside a catch
 
 
 def line_of_name(code: types.CodeType, name: str) -> int | None:
@@ -140,8 +143,14 @@ def line_of_name(code: types.CodeType, name: str) -> int | None:
     return None
 
 
-# What follows a global of which an attribute is asked, by a dot or by `getattr`.
+# What loads a value that stands outside of a function, by its name.
+_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_LOADS_FROM_CLOSURE = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF"})
+# What follows a name of which an attribute is asked, by a dot or by `getattr`.
 _ASKS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST"})
+# What code names that goes on where an attribute is not there.
+_TRIES = frozenset({"getattr", "hasattr", "vars", "__dict__"})
+_CATCHES = frozenset({"AttributeError", "Exception", "BaseException"})
 
 
 @cached_weakly
@@ -151,12 +160,15 @@ def mentions(code: types.CodeType) -> Mentions:
     names: set[str] = set()
     imports: set[tuple[int, str]] = set()
     asked: set[tuple[str, str]] = set()
+    tried: set[str] = set()
     pending = [code]
     while pending:
         part = pending.pop()
         names.update(part.co_names)
-        texts = [c for c in part.co_consts if isinstance(c, str)]
-        names.update(filter(str.isidentifier, texts))
+        texts = {c for c in part.co_consts if isinstance(c, str) and c.isidentifier()}
+        names |= texts
+        tried |= texts if _TRIES & {*part.co_names} else set()
+        tried |= {*part.co_names} if _CATCHES & {*part.co_names} else set()
         pending += [c for c in part.co_consts if isinstance(c, types.CodeType)]
         # An import follows the loads of its number of dots and of its list of names.
         before: deque[object] = deque([0, 0], maxlen=2)
@@ -166,12 +178,12 @@ def mentions(code: types.CodeType) -> Mentions:
             if last and instruction.opname in _ASKS and isinstance(given, str):
                 asked.add((last, given))
             last = ""
-            if instruction.opname in {"LOAD_GLOBAL", "LOAD_NAME"}:
+            if instruction.opname in _LOADS | _LOADS_FROM_CLOSURE:
                 last = str(given)
-                loads.add(last)
+                loads |= {last} if instruction.opname in _LOADS else set()
             elif instruction.opname == "STORE_GLOBAL":
                 assigned.add(given)
             elif instruction.opname == "IMPORT_NAME":
                 imports.add((cast("int", before[0]), given))
             before.append(given)
-    return Mentions(loads, assigned, names, imports, asked)
+    return Mentions(loads, assigned, names, imports, asked, tried)

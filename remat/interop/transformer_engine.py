@@ -58,7 +58,8 @@ def checkpoint(
             function draws. It is registered (`random.register_tracker`) from then on.
         tp_group: the ranks that hold the same arguments; None means all ranks.
         use_reentrant: accepted either way.
-        **kwargs: the function's keyword arguments.
+        **kwargs: the function's keyword arguments. Of torch's options, which
+            TransformerEngine passes on, `preserve_rng_state` is accepted either way.
 
     Returns:
         What `function` returns.
@@ -125,4 +126,5 @@ def _transformer_engine_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
                 why="It is an option of torch.utils.checkpoint.",
                 do="Leave it out; remat(verify=True) compares each recomputed value.",
             )
-    return {name: each for name, each in kwargs.items() if name not in _OF_TORCH}
+    of_torch = {*_OF_TORCH, "preserve_rng_state"}
+    return {name: each for name, each in kwargs.items() if name not in of_torch}

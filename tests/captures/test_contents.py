@@ -255,6 +255,68 @@ def test_a_name_that_appears_later_makes_a_new_trace(
     assert_follows(fun, lambda: monkeypatch.setattr(owner, name, value, raising=False))
 
 
+class WithoutDict:
+    """Its values take no attributes of their own."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * getattr(self, "scale", 1.0)
+
+
+class WithDict(WithoutDict):
+    """Its values do."""
+
+
+def later_of_a_closure(held: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * getattr(held, "scale", 1.0)
+
+
+def later_under_another_name(held: Any) -> Callable[[Tensor], Tensor]:
+    def fun(x: Tensor, *, shown: Any = held) -> Tensor:
+        try:
+            return x * shown.scale
+        except AttributeError:
+            return x
+
+    return fun
+
+
+def later_in_a_list(held: Any) -> Callable[[Tensor], Tensor]:
+    kept = [held]
+    return lambda x: x * vars(kept[0]).get("scale", 1.0)
+
+
+def later_of_its_class(held: Any) -> Callable[[Tensor], Tensor]:
+    one = held()
+    return lambda x: x * getattr(type(one), "scale", 1.0)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    "ask",
+    [
+        later_of_a_closure,
+        later_under_another_name,
+        later_in_a_list,
+        later_of_its_class,
+        lambda held: held(),
+    ],
+    ids=["closure", "default", "list", "class-of", "own-method"],
+)
+@pytest.mark.parametrize("base", [WithDict, WithoutDict])
+def test_a_class_may_get_later_what_code_has_asked_it_for(ask: Any, base: type) -> None:
+    """By whatever way the code came to the class, or to a value of it."""
+    held = types.new_class("Held", (base,), {}, lambda body: body.update(__slots__=()))
+    assert_follows(ask(held), lambda: setattr(held, "scale", 3.0))
+
+
+def test_a_function_of_a_closure_may_get_later_what_code_has_asked_it_for() -> None:
+    def held() -> None: ...
+
+    assert_follows(later_of_a_closure(held), lambda: setattr(held, "scale", 3.0))
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize("is_marked_first", [False, True])
 def test_equal_layers_whose_weights_differ_in_an_attribute_are_traced_apart(

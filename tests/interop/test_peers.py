@@ -501,6 +501,18 @@ def test_options_that_transformer_engine_passes_on_warn(option: str) -> None:
         TE(lambda x: x.sin().exp(), torch.ones(3, requires_grad=True), **options)
 
 
+@pytest.mark.parametrize("is_preserved", [True, False])
+def test_transformer_engine_takes_what_torch_calls_preserve_rng_state(
+    is_preserved: bool,
+) -> None:
+    """It goes to torch's checkpoint there, not to a function without modules of its own."""
+    x = torch.randn(3, requires_grad=True)
+    torch.manual_seed(0)
+    y = TE(F.dropout, x, preserve_rng_state=is_preserved)
+    torch.manual_seed(0)
+    assert torch.equal(y, F.dropout(x))
+
+
 def test_contexts_around_the_recomputation_are_refused() -> None:
     """No Python runs there."""
     with pytest.raises(
