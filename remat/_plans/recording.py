@@ -329,6 +329,15 @@ def _differentiate(loss: Tensor, leaves: Sequence[Tensor]) -> None:
     try:
         torch.autograd.backward(loss, inputs=leaves)  # pyright: ignore[reportUnknownMemberType]
     except RuntimeError as error:
+        if "torch.utils.checkpoint" in str(error):
+            raise TraceError.of(
+                where=_WHERE,
+                what="torch.utils.checkpoint runs regions of the step once more.",
+                why="They recompute by themselves, and what stands in for them in a plan holds "
+                "other tensors in a second run.",
+                do="Call them without it (`model.gradient_checkpointing_disable()`, in "
+                "transformers).",
+            ) from error
         if not is_done:
             raise
         raise TraceError.of(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import torch.optim.optimizer as optimizers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from remat import BudgetError, TraceError, layers, modules, plan, remat
 from remat._generators import device_states
@@ -290,6 +291,24 @@ def test_a_step_that_needs_numbers_is_refused() -> None:
         ValueError, match=r"Step\(optimizer=\.\.\.\): got 'much'\. It is an optimizer"
     ):
         modules.plan(model, budget=0.5, step=modules.Step(loss_of, "much"))(TOKENS)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_step_with_torchs_checkpoint_around_its_blocks_is_refused(
+    use_reentrant: bool,
+) -> None:
+    """As that of a model of transformers whose own checkpointing is on."""
+
+    class Twice(Words):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=use_reentrant)
+            return self.head(x)
+
+    plan = modules.plan(Twice(), budget=0.5, step=modules.Step(loss_of))
+    with pytest.raises(TraceError, match=r"once more\. .*Call them without it"):
+        plan(TOKENS)
 
 
 class Mixing(nn.Module):
