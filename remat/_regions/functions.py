@@ -205,7 +205,7 @@ def pullback(
         roots, given = zip(*differentiable, strict=True)
         if not create_graph:
             # DTensor's own backward complains of cotangents that could be differentiated.
-            given = [autograd.detached(each) for each in given]
+            given = [each.detach() for each in given]
         return grad(roots, wanted, given, create_graph=create_graph, allow_unused=True)
 
     return gradients

@@ -11,6 +11,7 @@ are active when a backward runs apply to it too.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -29,7 +30,6 @@ from remat._regions.run_backward import (
     connected_below,
     explain_failure,
     read_saved,
-    require_recordable,
     resolved,
     run_freeing,
     second_derivative,
@@ -438,17 +438,19 @@ def _wanted(ctx: Any) -> tuple[bool, ...]:
 def node_gradients(
     ctx: Any, derived: Region, cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Computes the gradients by a region: by its program alone where nothing records them."""
+    """Computes the gradients by a region: by its program alone where nothing maps or records."""
     present = without_none(cotangents)
     is_recorded = torch.is_grad_enabled() or not autograd.is_plain_autograd()
+    is_alone = not is_recorded and not any(
+        map(autograd.is_batched_by_autograd, present)
+    )
     call: Call = ctx.call
     numerics = Numerics.current()
-    forward = None if is_recorded else derived.one_program(call.roots, numerics)
+    forward = derived.one_program(call.roots, numerics) if is_alone else None
     if forward is not None:
         return run_freeing(derived, forward.program, ctx, present)
     kept = read_saved(ctx)
     try:
-        require_recordable(present)
         below = Call(
             *(derived, call.roots, numerics, call.labels),
             is_last=call.is_first_order,
@@ -457,7 +459,8 @@ def node_gradients(
         )
         # A graph of Dynamo's calls the node itself, outside of what told the forward.
         with levels.dual_level_told():
-            found = bind(below, [*kept, *present])
+            bound = functools.partial(bind, below)
+            found = autograd.mapped_by_func(bound, [*kept, *present])
     except RuntimeError as error:
         out_of_memory.note(error, "backward", call, [ctx])
         raise
@@ -477,7 +480,8 @@ def _jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ..
     if moved == ():
         return tuple(outputs)
     with torch.enable_grad():
-        found = bind(call.of(derived), [*primals, *states, *given])
+        bound = functools.partial(bind, call.of(derived))
+        found = autograd.mapped_by_func(bound, [*primals, *states, *given])
     places = range(len(flows)) if moved is None else moved
     for place, tangent in zip(places, found, strict=True):
         outputs[place] = tangent if flows[place] else None  # see `_run_plainly`

@@ -1,7 +1,6 @@
 """What the backward of a region reads, runs and returns, under any transform.
 
-It refuses saved tensors that were changed, second derivatives under `first_order`, and
-gradients that autograd would lose.
+It refuses saved tensors that were changed, and second derivatives under `first_order`.
 """
 
 import sys
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._errors import SavedTensorModifiedError, SecondDerivativeError, refusal
+from remat._errors import SavedTensorModifiedError, SecondDerivativeError
 from remat._graph.meta import TensorMeta
 from remat._programs.program import Program
 from remat._regions import out_of_memory
@@ -102,21 +101,6 @@ def connected_below(ctx: Any, kept: Sequence[Tensor]) -> int:
         return sys.maxsize
     running = levels.current_interpreter()
     return level if running and running[1].level() == level else 0
-
-
-def require_recordable(cotangents: Sequence[Tensor]) -> None:
-    """Refuses what autograd would record on a wrapper that it then throws away."""
-    if torch.is_grad_enabled() and any(
-        map(autograd.is_batched_by_autograd, cotangents)
-    ):
-        raise refusal(
-            NotImplementedError,
-            where="a region under torch.autograd.grad(is_grads_batched=True, "
-            "create_graph=True)",
-            what="would give gradients that cannot be differentiated again.",
-            why="autograd records them on a wrapper that it then discards.",
-            do="Use torch.func.jacrev, or torch.func.vmap over torch.func.vjp.",
-        )
 
 
 def second_derivative(call: Call) -> SecondDerivativeError:

@@ -89,7 +89,7 @@ class Rerun(WithoutProgram):
             if self.state.dependent_outputs is None and self.is_primal:
                 self.state.dependent_outputs = bits
             with modes.unseen_by_traces():
-                found = [autograd.detached(each) for each in outputs]
+                found = [each.detach() for each in outputs]
             if self.all_flow:
                 return Results(found)
             flows = tuple(each.requires_grad for each in outputs)
@@ -218,7 +218,7 @@ def _accumulating(function: Flat, pull: Pull, engine: fully_shard.Engine) -> Fla
         wanted = [operands[index] for index in pull.wanted]
         outputs = [each for each in function(operands) if each is not None]
         pairs = [
-            (outputs[index], autograd.detached(cotangent))
+            (outputs[index], cotangent.detach())
             for index, cotangent in zip(pull.outputs, given, strict=True)
             if outputs[index].requires_grad
         ]

@@ -54,6 +54,45 @@ def plain_apply(function: Any) -> Callable[..., Any]:
 # Whether `torch.autograd.grad(is_grads_batched=True)` maps over a tensor. Obsolete when that
 # maps as torch.func does.
 is_batched_by_autograd: Callable[[Tensor], bool] = functorch_c.is_legacy_batchedtensor
+_add_batch_dim: Callable[[Tensor, int, int], Tensor] = vars(torch)["_add_batch_dim"]
+_remove_batch_dim: Callable[..., Tensor] = vars(torch)["_remove_batch_dim"]
+
+
+def mapped_by_func(
+    function: Callable[[Sequence[Tensor]], Sequence[Tensor | None]],
+    tensors: Sequence[Tensor],
+) -> Sequence[Tensor | None]:
+    """What a function returns for tensors that `torch.autograd.grad` may map over.
+
+    With `is_grads_batched=True`: torch.func maps in its place, which has rules for regions, and
+    records what is to be differentiated again, where the older vmap leaves the record on a wrapper
+    that it discards. Obsolete when `torch.autograd.grad` maps as torch.func does.
+    """
+    is_mapped = [*map(is_batched_by_autograd, tensors)]
+    if True not in is_mapped:
+        return function(tensors)
+    level, missing = torch._C._vmapmode_decrement_nesting() + 1, list[int]()
+
+    def present(*given: Tensor) -> list[Tensor]:
+        found = function(given)
+        missing[:] = [place for place, each in enumerate(found) if each is None]
+        return [each for each in found if each is not None]
+
+    try:
+        given = [
+            _remove_batch_dim(each, level, 0, 0) if is_inside else each
+            for each, is_inside in zip(tensors, is_mapped, strict=True)
+        ]
+        dims = tuple([0 if is_inside else None for is_inside in is_mapped])
+        mapped = torch.func.vmap(present, dims)(*given)
+    finally:
+        torch._C._vmapmode_increment_nesting()
+    found: list[Tensor | None] = [_add_batch_dim(each, 0, level) for each in mapped]
+    for place in missing:
+        found.insert(place, None)
+    return found
+
+
 # The number of the run of autograd on this thread, -1 outside of any.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 # Whether the backward that is under way on this thread runs a node of autograd's.
@@ -146,18 +185,6 @@ def must_be_constant(error: RuntimeError) -> bool:
     return "is not differentiable with respect to argument" in str(error)
 
 
-def detached(tensor: Tensor) -> Tensor:
-    """`tensor.detach()`, also for tensors that `is_grads_batched=True` maps over.
-
-    torch's older vmap has no rule for `detach`, but one for views. Obsolete when
-    `torch.autograd.grad` maps as torch.func does.
-    """
-    if not is_batched_by_autograd(tensor):
-        return tensor.detach()
-    with torch.no_grad():
-        return tensor.view(tensor.shape)
-
-
 class _Through(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -176,8 +203,8 @@ apply_through: Callable[[Callable[[Any], Tensor], Tensor], Tensor] = _Through.ap
 
 
 def leaf_of(tensor: Tensor) -> Tensor:
-    """`detached(tensor)`, or a copy of an inference tensor, which autograd cannot record."""
-    return tensor.clone() if tensor.is_inference() else detached(tensor)
+    """`tensor.detach()`, or a copy of an inference tensor, which autograd cannot record."""
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
 def in_backward() -> bool:

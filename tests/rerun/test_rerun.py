@@ -442,7 +442,7 @@ def test_a_class_with_functions_of_its_own(is_captured: bool) -> None:
 @pytest.mark.contract
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 def test_batched_gradients_of_autograd(engine: Any) -> None:
-    """`is_grads_batched=True`, and what rests on it; a graph of them is refused, not lost."""
+    """`is_grads_batched=True`, and what rests on it."""
     x = seeded(3).requires_grad_()
     region = remat(traceable, engine=engine)
     functional: Any = torch.autograd.functional
@@ -458,8 +458,6 @@ def test_batched_gradients_of_autograd(engine: Any) -> None:
             functional.hessian(lambda x: region(x).sum(), x, vectorize=vectorize),
             functional.hessian(lambda x: traceable(x).sum(), x, vectorize=vectorize),
         )
-    with pytest.raises(NotImplementedError, match=r"Use torch\.func\.jacrev"):
-        rows(region, is_grads_batched=True, create_graph=True)
 
 
 def _compiled(fun: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
