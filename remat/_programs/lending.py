@@ -125,8 +125,7 @@ class Lender:
         """The outputs of the program; empties the list."""
         task, loans = autograd.graph_task(), _thread.loans
         _thread.loans = None  # also if something below fails
-        is_batched = any(map(autograd.is_batched_by_autograd, inputs))
-        is_alone = task == -1 or is_batched or not guards.are_plain(inputs)
+        is_alone = task == -1 or not guards.are_plain(inputs)
         if loans is not None and (is_alone or loans.task != task):
             loans.release()
             loans = None

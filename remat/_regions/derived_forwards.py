@@ -27,7 +27,7 @@ from remat._programs.verification import verification
 from remat._regions.forwards import Forward
 from remat._regions.functions import Batch, Function
 from remat._regions.protocol import Asked
-from remat._torch import autograd, isolation, levels
+from remat._torch import isolation, levels
 from remat._torch.levels import dual_level_is_active
 from remat._tracing.trace import record
 from remat.storage import AbstractStorage
@@ -235,9 +235,6 @@ _make_dual: Callable[[Tensor, Tensor], Tensor] = forward_ad.make_dual  # pyright
 
 def unpack_dual(tensor: Tensor) -> forward_ad.UnpackedDualTensor:
     """The primal and the tangent of the innermost level."""
-    if autograd.is_batched_by_autograd(tensor):
-        # autograd's own vmap wraps tangents and cotangents, which have none themselves.
-        return forward_ad.UnpackedDualTensor(tensor, None)
     return _unpack_dual(tensor)
 
 

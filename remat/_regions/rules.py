@@ -11,7 +11,6 @@ are active when a backward runs apply to it too.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -51,6 +50,8 @@ def bind_all(
 ) -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
     """What the region's function returns, and the new values of what it changed."""
     region, tensors = call.region, levels.unwrap_dead(tensors)
+    if autograd.maps_over(tensors):
+        return autograd.mapped_by_func(lambda given: bind_all(call, given), tensors)
     is_kept = region.keeps and not call.is_last and _is_differentiated(call, tensors)
     if is_kept and region.was_recorded:
         call, opened = opened_for_autograd(call, tensors)
@@ -459,8 +460,7 @@ def node_gradients(
         )
         # A graph of Dynamo's calls the node itself, outside of what told the forward.
         with levels.dual_level_told():
-            bound = functools.partial(bind, below)
-            found = autograd.mapped_by_func(bound, [*kept, *present])
+            found = bind(below, [*kept, *present])
     except RuntimeError as error:
         out_of_memory.note(error, "backward", call, [ctx])
         raise
@@ -480,8 +480,7 @@ def _jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ..
     if moved == ():
         return tuple(outputs)
     with torch.enable_grad():
-        bound = functools.partial(bind, call.of(derived))
-        found = autograd.mapped_by_func(bound, [*primals, *states, *given])
+        found = bind(call.of(derived), [*primals, *states, *given])
     places = range(len(flows)) if moved is None else moved
     for place, tangent in zip(places, found, strict=True):
         outputs[place] = tangent if flows[place] else None  # see `_run_plainly`

@@ -297,8 +297,9 @@ def _sets_another(kind: str) -> RecomputationError:
 
 
 def _has_numbers(tensor: Tensor) -> bool:
-    """Whether a tensor can be compared: no fake one, nor one that a compiler's graph is made of."""
-    return not (fakes.is_fake(tensor) or tracer.is_in_compiler())
+    """Whether a tensor can be compared: no fake one, none of a compiler's graph, none mapped."""
+    is_mapped = autograd.is_batched_by_autograd(tensor)
+    return not (is_mapped or fakes.is_fake(tensor) or tracer.is_in_compiler())
 
 
 def _copy_back(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -7,6 +7,7 @@ text, and gives the rest public names; a function that says so itself has an end
 # pyright: reportPrivateUsage=false
 import contextlib
 import dataclasses
+import functools
 import inspect
 import operator
 import sys
@@ -24,7 +25,7 @@ from torch.overrides import handle_torch_function
 from remat._torch.attributes import attributes_as
 from remat._torch.levels import dual_levels, functorch
 from remat._torch.tracer import proxy_is_active
-from remat._torch.trees import map_tensors
+from remat._torch.trees import map_tensors, tensor_leaves
 
 _c_autograd: Any = vars(torch._C)["_autograd"]
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -37,8 +38,6 @@ def untracked_alias(tensor: Tensor) -> Tensor:
     Function can declare that nothing else holds their base.
     """
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        if is_batched_by_autograd(tensor):
-            return tensor.view_as(tensor)  # torch's older vmap has no rule for `alias`
         return torch.ops.aten.alias.default(tensor)
 
 
@@ -54,43 +53,52 @@ def plain_apply(function: Any) -> Callable[..., Any]:
 # Whether `torch.autograd.grad(is_grads_batched=True)` maps over a tensor. Obsolete when that
 # maps as torch.func does.
 is_batched_by_autograd: Callable[[Tensor], bool] = functorch_c.is_legacy_batchedtensor
+# Whether it maps on this thread.
+is_mapping: Callable[[], bool] = functools.partial(
+    torch._C._dispatch_tls_is_dispatch_key_included,
+    torch._C._dispatch_key_parse("VmapMode"),
+)
 _add_batch_dim: Callable[[Tensor, int, int], Tensor] = vars(torch)["_add_batch_dim"]
 _remove_batch_dim: Callable[..., Tensor] = vars(torch)["_remove_batch_dim"]
 
 
+def maps_over(tensors: Sequence[Tensor]) -> bool:
+    """Whether `torch.autograd.grad(is_grads_batched=True)` maps over one of these tensors."""
+    return is_mapping() and any(map(is_batched_by_autograd, tensors))
+
+
 def mapped_by_func(
-    function: Callable[[Sequence[Tensor]], Sequence[Tensor | None]],
-    tensors: Sequence[Tensor],
-) -> Sequence[Tensor | None]:
-    """What a function returns for tensors that `torch.autograd.grad` may map over.
+    function: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]
+) -> Any:
+    """What a function returns, a pytree, for tensors over which `is_grads_batched=True` maps.
 
-    With `is_grads_batched=True`: torch.func maps in its place, which has rules for regions, and
-    records what is to be differentiated again, where the older vmap leaves the record on a wrapper
-    that it discards. Obsolete when `torch.autograd.grad` maps as torch.func does.
+    torch.func maps in its place: it has rules for regions, and records what is to be
+    differentiated again, where the older vmap leaves the record on a wrapper that it discards.
+    Obsolete when `torch.autograd.grad` maps as torch.func does.
     """
-    is_mapped = [*map(is_batched_by_autograd, tensors)]
-    if True not in is_mapped:
-        return function(tensors)
-    level, missing = torch._C._vmapmode_decrement_nesting() + 1, list[int]()
+    level = torch._C._vmapmode_decrement_nesting() + 1
+    structure: Any = None
 
-    def present(*given: Tensor) -> list[Tensor]:
-        found = function(given)
-        missing[:] = [place for place, each in enumerate(found) if each is None]
-        return [each for each in found if each is not None]
+    def mapped(*given: Tensor) -> list[Tensor]:
+        nonlocal structure
+        structure = function(given)
+        return tensor_leaves(structure)
 
     try:
+        if level > 1:
+            raise NotImplementedError(
+                "is_grads_batched=True inside another one's backward"
+            )
+        dims = [0 if is_batched_by_autograd(each) else None for each in tensors]
         given = [
-            _remove_batch_dim(each, level, 0, 0) if is_inside else each
-            for each, is_inside in zip(tensors, is_mapped, strict=True)
+            each if dim is None else _remove_batch_dim(each, level, 0, 0)
+            for each, dim in zip(tensors, dims, strict=True)
         ]
-        dims = tuple([0 if is_inside else None for is_inside in is_mapped])
-        mapped = torch.func.vmap(present, dims)(*given)
+        found = torch.func.vmap(mapped, (*dims,))(*given)
     finally:
         torch._C._vmapmode_increment_nesting()
-    found: list[Tensor | None] = [_add_batch_dim(each, 0, level) for each in mapped]
-    for place in missing:
-        found.insert(place, None)
-    return found
+    made = iter([_add_batch_dim(each, 0, level) for each in found])
+    return map_tensors(lambda _: next(made), structure)
 
 
 # The number of the run of autograd on this thread, -1 outside of any.

@@ -15,6 +15,7 @@ import torch._C._functorch as functorch_c
 from torch import Tensor, nn
 
 from remat._torch.autocast import autocast_devices, autocast_keeps_casts, is_weight
+from remat._torch.autograd import is_mapping
 from remat._torch.levels import (
     all_unwrapped,
     dual_levels,
@@ -121,6 +122,7 @@ def is_quiet() -> bool:
     """Whether this thread has no transform, no forward mode and no mode of a user's."""
     return (
         functorch.peek_interpreter_stack() is None
+        and not is_mapping()
         and dual_levels._current_level < 0
         and not is_watched()
         and not (num_function_modes() and is_heard_by_users())

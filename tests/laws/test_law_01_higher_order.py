@@ -139,16 +139,60 @@ def test_retain_graph():
         derivatives(root, leaves)
 
 
-def test_batched_cotangents():
-    """autograd.grad with is_grads_batched pulls back several cotangents at once."""
+BASIS = torch.eye(12, dtype=torch.float64).view(12, 3, 4)
+
+
+class InBackward(torch.autograd.Function):
+    """Calls a function of the cotangent in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return ctx.function(cotangent), None
+
+
+def in_backward(f, w, x):
+    return InBackward.apply(x @ w, lambda cotangent: f(w, cotangent))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("call", [lambda f, w, x: f(w, x), in_backward])
+def test_batched_cotangents(call, create_graph, engine):
+    """autograd.grad with is_grads_batched pulls back several cotangents at once, any order."""
+    region = remat(smooth, engine=engine)
+    region(*arguments())  # a trace that knows no cotangent
 
     def pulled(f):
         leaves = fresh(arguments())
-        output = f(*leaves)
-        basis = torch.eye(12, dtype=torch.float64).view(12, 3, 4)
-        return torch.autograd.grad(output, leaves, basis, is_grads_batched=True)
+        options = {"is_grads_batched": True, "create_graph": create_graph}
+        found = torch.autograd.grad(call(f, *leaves), leaves, BASIS, **options)
+        if not create_graph:
+            return found
+        return found, torch.autograd.grad(sum(t.sin().sum() for t in found), leaves)
 
-    assert_close(pulled(remat(smooth)), pulled(smooth))
+    for _ in range(2):
+        assert_close(pulled(region), pulled(smooth))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_batched_cotangents_of_draws(engine):
+    """Each sees the draws of the forward."""
+    region = remat(lambda w, x: F.dropout(x @ w).sin(), rng="preserve", engine=engine)
+    leaves = fresh(arguments())
+    output = region(*leaves)
+    grad_by = partial(torch.autograd.grad, output, leaves, retain_graph=True)
+
+    one_by_one = zip(*map(grad_by, BASIS), strict=True)
+    assert_close(
+        grad_by(BASIS, is_grads_batched=True), tuple(map(torch.stack, one_by_one))
+    )
 
 
 @pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
