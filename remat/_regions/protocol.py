@@ -62,6 +62,9 @@ class Opened(NamedTuple):
     #: How many outputs come first; what waits for a backward is the rest. None for a region
     #: that saves nothing, which is opened as it is.
     num_outputs: int | None
+    #: The outputs for which nothing waits. Plain autograd has nodes of theirs alone: a hook of one
+    #: would run with None where a gradient goes to what waits.
+    alone: frozenset[int] = frozenset()
 
 
 class Pushed(NamedTuple):

@@ -56,8 +56,10 @@ def bind_all(
     if is_kept and region.was_recorded:
         call, opened = opened_for_autograd(call, tensors)
         if opened is not None:
-            results = _run_opened(call, opened, tensors)
-            return returned_by(call, results.outputs, tensors), ()
+            outputs = [*_run_opened(call, opened, tensors).outputs]
+            for place in opened.alone:
+                outputs[place] = autograd.apply_through(Tensor.detach, outputs[place])
+            return returned_by(call, outputs, tensors), ()
     if is_kept and guards.is_quiet():
         fast_path = region.fast_path(call.roots, call.numerics)
         if fast_path is not None:

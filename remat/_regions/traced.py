@@ -251,6 +251,9 @@ class TracedRegion:
         program, (num_outputs, _, num_saved, _) = forward.program, forward.shape
         if self.keeps and not num_saved:
             return Opened(self, None)
+        outputs = program.graph.outputs
+        waiting = {*outputs[num_outputs:]}
+        alone = frozenset(k for k in range(num_outputs) if outputs[k] not in waiting)
         graph = with_ends(program.graph, forward.flows or ())
         function = self.function.of_program(graph)
         operands = operands_of(program.graph, wants)
@@ -269,7 +272,7 @@ class TracedRegion:
             )
             if any(has_tangent):
                 region.pushed(roots, has_tangent, save=False)
-            return Opened(region, num_outputs)
+            return Opened(region, num_outputs, alone)
 
         return if_derivable(opened)
 

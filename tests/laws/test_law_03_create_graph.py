@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from remat import policies, remat
+from remat import checkpoint_name, policies, remat
 from tests.support import (
     ALIASING,
     LiveBytes,
@@ -145,6 +145,36 @@ def test_a_detached_output_waits_without_a_gradient(policy):
 
     for _ in range(3):
         assert_close(loss(region), loss(partly_detached))
+
+
+@pytest.mark.parametrize("hook", ["of the output", "of its node"])
+@pytest.mark.parametrize(
+    "policy", [policies.save_matmul_outputs, policies.save_only_these_names("h")]
+)
+def test_hooks_of_an_output_see_its_gradients_alone(policy, hook):
+    """Whatever waits beside the output, of which outer gradients go to that alone."""
+    region = remat(lambda x, w: checkpoint_name(x @ w, "h").tanh().sin(), policy=policy)
+    seen: list[int] = []
+
+    def halved(gradient):
+        seen.append(gradient.dim())
+        return gradient / 2
+
+    def loss():
+        x, w = seeded(64, 16).requires_grad_(), weights()[0]
+        y = region(x, w)
+        if hook == "of the output":
+            y.register_hook(halved)
+        else:
+            y.grad_fn.register_prehook(lambda gradients: (*map(halved, gradients),))
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), w)
+
+    first = loss()
+    for _ in range(2):
+        seen.clear()
+        assert_close(loss(), first)
+        assert seen == [2]
 
 
 @each_loss
