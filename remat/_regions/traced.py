@@ -278,11 +278,15 @@ class TracedRegion:
 
     @_once
     def shows_saved(self, roots: Roots) -> bool:
-        """Whether all that its backward reads beside the operands is returned, too."""
+        """Whether all that its backward reads beside the operands is returned, too.
+
+        A function may return a value detached that waits with a gradient. A program may not: what
+        it returns without a gradient, as indices and the means of norms, has none.
+        """
         forward = self.forward(roots, save=True)
         num_outputs, num_mutations, num_saved, _ = forward.shape
         found, first = forward.program.graph.outputs, num_outputs + num_mutations
-        flows = forward.flows or (True,) * num_outputs
+        flows = (not self.is_opened and forward.flows) or (True,) * num_outputs
         shown = set(itertools.compress(found, flows))
         return forward.is_alone and shown.issuperset(found[first : first + num_saved])
 

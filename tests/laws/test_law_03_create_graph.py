@@ -65,6 +65,12 @@ def partly_detached(x, w):
     return h.detach(), h * h
 
 
+def chosen(x, w):
+    """Masks and indices wait, which have no gradients."""
+    h = x @ w
+    return torch.where(h > 0, h * h, h.sin()) + h.sort(-1)[0].sin()
+
+
 def weights():
     """One square matrix for each of four layers."""
     return [(seeded(16, 16, seed=k) / 3).requires_grad_() for k in range(4)]
@@ -178,7 +184,7 @@ def test_hooks_of_an_output_see_its_gradients_alone(policy, hook):
 
 
 @each_loss
-@each_layer
+@pytest.mark.parametrize("f", [layer, gated, chosen])
 def test_everything_runs_what_plain_torch_runs(loss, f):
     """No operator more."""
     region = remat(f, policy=policies.everything_saveable)
