@@ -125,9 +125,8 @@ class Mentions(NamedTuple):
     imports: Set[tuple[int, str]]
     #: Attributes asked of a global or a variable of a closure, as (name, attribute).
     asked: Set[tuple[str, str]]
-    tried: Set[
-        str
-    ]  # attributes that may lack: texts beside `getattr`, names beside a catch
+    #: Attributes that may be missing: texts beside `getattr`, names beside a catch.
+    tried: Set[str]
 
 
 def line_of_name(code: types.CodeType, name: str) -> int | None:
@@ -180,7 +179,8 @@ def mentions(code: types.CodeType) -> Mentions:
             last = ""
             if instruction.opname in _LOADS | _LOADS_FROM_CLOSURE:
                 last = str(given)
-                loads |= {last} if instruction.opname in _LOADS else set()
+                if instruction.opname in _LOADS:
+                    loads.add(last)
             elif instruction.opname == "STORE_GLOBAL":
                 assigned.add(given)
             elif instruction.opname == "IMPORT_NAME":
