@@ -17,21 +17,22 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from remat._graph.meta import TensorMeta, layout_of
+from remat._graph.meta import TensorMeta
 from remat._regions import out_of_memory, prefetch
 from remat._regions.derived_forwards import dual, primal_of, unpack_dual, unpack_duals
 from remat._regions.forwards import FastPath, Followed, Results, latest, make_views
 from remat._regions.functions import Batch
 from remat._regions.opening import opened_for, opened_for_autograd
-from remat._regions.protocol import Asked, Call, Opened, Region
+from remat._regions.protocol import Call, Opened, Region
 from remat._regions.run_backward import (
     by_operand,
     connected_below,
     explain_failure,
+    pulled_back,
     read_saved,
     resolved,
     run_freeing,
-    second_derivative,
+    wanted_of,
 )
 from remat._regions.waiting import Waiting, store_inputs
 from remat._switches import blocks
@@ -409,35 +410,6 @@ def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]
         raise
 
 
-def pulled_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> Region:
-    """The region of the gradients that are wanted for these cotangents."""
-    call: Call = ctx.call
-    if call.is_last:
-        raise second_derivative(call)
-    layouts = tuple([None if each is None else layout_of(each) for each in cotangents])
-    ctx.wanted = _wanted(ctx)
-    switches = Numerics.current()
-    asked = Asked(layouts, ctx.wanted[1:], ctx.num_states, switches, call.is_borrowing)
-    return call.region.vjp(call.roots, asked)
-
-
-def _wanted(ctx: Any) -> tuple[bool, ...]:
-    """The operands whose gradients are wanted, behind one for the first argument.
-
-    Under `torch.autograd.grad(y, x)` not those by weights, although these require grad. In a
-    trace all: it serves later backwards, too.
-    """
-    needed: tuple[bool, ...] = ctx.needs_input_grad
-    if not autograd.is_plain_autograd():
-        return needed
-    nodes: list[Any] = [node for node, _ in ctx.next_functions]
-    if autograd.are_asked_for([node for node in nodes if node is not None]):
-        return needed
-    asked = (False, *map(autograd.is_asked_for, nodes))
-    wanted = tuple([need and ask for need, ask in zip(needed, asked, strict=True)])
-    return wanted if any(wanted) else needed
-
-
 def node_gradients(
     ctx: Any, derived: Region, cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
@@ -523,7 +495,7 @@ def _gradients_fast(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None
     fast_path: FastPath = ctx.call.fast_path
     wanted: tuple[bool, ...] = ctx.needs_input_grad
     if autograd.graph_task() != autograd.whole_tasks[0]:
-        wanted = _wanted(ctx)
+        wanted = wanted_of(ctx)
     for check, was_wanted, same_thread, _, path, _ in fast_path.followed:
         if check(*cotangents) and was_wanted == wanted and same_thread():
             quiet = path.quiet

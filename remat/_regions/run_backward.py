@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from remat._errors import SavedTensorModifiedError, SecondDerivativeError
-from remat._graph.meta import TensorMeta
+from remat._graph.meta import TensorMeta, layout_of
 from remat._programs.program import Program
 from remat._regions import out_of_memory
 from remat._regions.forwards import make_views
-from remat._regions.protocol import Call, Region
+from remat._regions.protocol import Asked, Call, Region
 from remat._regions.waiting import resumed
+from remat._switches.numerics import Numerics
 from remat._torch import autograd, levels, sizes, tracer
 
 
@@ -29,6 +30,35 @@ def resolved(cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     if tracer.is_in_compiler():
         found = [each if each is None else sizes.settled(each) for each in found]
     return tuple(found)
+
+
+def pulled_back(ctx: Any, cotangents: Sequence[Tensor | None]) -> Region:
+    """The region of the gradients that are wanted for these cotangents."""
+    call: Call = ctx.call
+    if call.is_last:
+        raise _second_derivative(call)
+    layouts = tuple([None if each is None else layout_of(each) for each in cotangents])
+    ctx.wanted = wanted_of(ctx)
+    switches = Numerics.current()
+    asked = Asked(layouts, ctx.wanted[1:], ctx.num_states, switches, call.is_borrowing)
+    return call.region.vjp(call.roots, asked)
+
+
+def wanted_of(ctx: Any) -> tuple[bool, ...]:
+    """The operands whose gradients are wanted, behind one for the first argument.
+
+    Under `torch.autograd.grad(y, x)` not those by weights, although these require grad. In a
+    trace all: it serves later backwards, too.
+    """
+    needed: tuple[bool, ...] = ctx.needs_input_grad
+    if not autograd.is_plain_autograd():
+        return needed
+    nodes: list[Any] = [node for node, _ in ctx.next_functions]
+    if autograd.are_asked_for([node for node in nodes if node is not None]):
+        return needed
+    asked = (False, *map(autograd.is_asked_for, nodes))
+    wanted = tuple([need and ask for need, ask in zip(needed, asked, strict=True)])
+    return wanted if any(wanted) else needed
 
 
 def read_saved(ctx: Any) -> tuple[Tensor, ...]:
@@ -103,7 +133,7 @@ def connected_below(ctx: Any, kept: Sequence[Tensor]) -> int:
     return level if running and running[1].level() == level else 0
 
 
-def second_derivative(call: Call) -> SecondDerivativeError:
+def _second_derivative(call: Call) -> SecondDerivativeError:
     """The error of differentiating a gradient that was taken under `first_order()`."""
     labels = ", ".join(call.labels) or "none"
     return SecondDerivativeError.of(
