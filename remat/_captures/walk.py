@@ -25,6 +25,7 @@ from remat._captures.contents import Content
 from remat._captures.library import line_of_name, mentions, users_hooks
 from remat._captures.places import MISSING, Label, Step, is_simple
 from remat._errors import RecomputationError
+from remat._torch import trees
 from remat._torch.modules import made_by_hooks, refresh_second_places
 from remat._torch.tensors import same_bits
 
@@ -188,6 +189,29 @@ class Survey:
             if step[0] != "key" and own.get(id(after)) is before is not None:
                 places.write_place(node.value, step, before)
         self._refresh()
+
+    def replace(self, others: Mapping[int, Tensor]) -> None:
+        """Puts others in place of tensors, by id, that stand no more where the survey met them.
+
+        Containers that hold them are replaced by copies: the survey lets go of the tensors.
+        """
+
+        def other(tensor: Tensor) -> Tensor:
+            return others.get(id(tensor), tensor)
+
+        for node, step, before, _ in [*self._differences()]:
+            if any(id(each) in others for each in trees.tensor_leaves(before)):
+                node.content[step] = trees.map_tensors(other, before)
+        for identity, replaced in others.items():
+            ends = self.tensors[id(replaced)] = self.tensors.pop(identity)
+            for end in ends:
+                end.value, path = replaced, end.path
+                for place, (owner, step) in enumerate(path[:-1], 1):
+                    if owner.content.get(step) is not path[place][0].value:
+                        end.parent, end.step = owner, step
+                        for holder, _ in path[place:]:
+                            self.nodes.pop(id(holder.value), None)
+                        break
 
     def restore(
         self,

@@ -28,8 +28,10 @@ from remat._regions.run_backward import (
     by_operand,
     connected_below,
     explain_failure,
+    let_go,
     pulled_back,
     read_saved,
+    refuse_freed,
     resolved,
     run_freeing,
     wanted_of,
@@ -401,6 +403,8 @@ def _wants_first_order() -> bool:
 
 @dynamo.unseen_by_dynamo
 def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    if ctx.call is None:
+        refuse_freed(ctx)
     try:
         prefetch.start(ctx)
         cotangents = resolved(cotangents)
@@ -423,7 +427,9 @@ def node_gradients(
     numerics = Numerics.current()
     forward = derived.one_program(call.roots, numerics) if is_alone else None
     if forward is not None:
-        return run_freeing(derived, forward.program, ctx, present)
+        found = run_freeing(derived, forward.program, ctx, present)
+        let_go(ctx)
+        return found
     kept = read_saved(ctx)
     try:
         below = Call(
@@ -438,6 +444,8 @@ def node_gradients(
     except RuntimeError as error:
         out_of_memory.note(error, "backward", call, [ctx])
         raise
+    if not is_recorded:
+        let_go(ctx)
     return by_operand(ctx.wanted, found)
 
 
@@ -492,6 +500,8 @@ def _forward_fast(ctx: Any, call: Call, *operands: Tensor) -> tuple[Tensor, ...]
 @dynamo.unseen_by_dynamo
 def _gradients_fast(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
     """`_gradients` after a fast forward: most often by the program of a backward before."""
+    if ctx.call is None:
+        refuse_freed(ctx)
     fast_path: FastPath = ctx.call.fast_path
     wanted: tuple[bool, ...] = ctx.needs_input_grad
     if autograd.graph_task() != autograd.whole_tasks[0]:
@@ -508,6 +518,8 @@ def _gradients_fast(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None
             except RuntimeError as error:
                 explain_failure(error, ctx)
                 raise
+            if not autograd.keeps_graph():
+                ctx.call = None  # inlines `let_go`
             return by_operand(wanted, found) if False in wanted[1:] else (None, *found)
     ctx.level, ctx.num_states = 0, fast_path.num_states
     ctx.versions = ()  # autograd itself finds changed tensors here

@@ -5,7 +5,7 @@ It refuses saved tensors that were changed, and second derivatives under `first_
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -98,6 +98,17 @@ def run_freeing(
     if derived.views is not None:
         found = make_views(derived.views, found, passed)
     return by_operand(ctx.wanted, found)
+
+
+def let_go(ctx: Any) -> None:
+    """Where autograd frees what was saved, frees the call, too, with all that its function holds."""
+    if not autograd.keeps_graph():
+        ctx.call = None
+
+
+def refuse_freed(ctx: Any) -> NoReturn:
+    """Raises torch's error for a second backward through a graph that was freed, with its call."""
+    raise AssertionError(f"{ctx.saved_tensors} are left, and no call")
 
 
 def explain_failure(error: RuntimeError, ctx: Any) -> None:

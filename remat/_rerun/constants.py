@@ -1,6 +1,6 @@
 """The tensors that a function reads and does not differentiate: the same when it runs again."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import final
 
 import torch
@@ -80,6 +80,12 @@ class Constants:
                 "method (x.copy_(y)).",
             )
         self._versions = [(t, v) for t, v in self._versions if t._version == v]
+
+    def replace(self, others: Mapping[int, Tensor]) -> None:
+        """Puts others, of the same numbers, in place of tensors, by id."""
+        pairs = self._versions
+        self._versions = [(others.get(id(each), each), v) for each, v in pairs]
+        self._by_storage.clear()  # what was written is known by now
 
     def require_unchanged(self, found: _WithNumbers) -> None:
         """Refuses a run if one of them was written to since, and is not put back.

@@ -108,6 +108,7 @@ def call(
     except NewOperandError:
         reach.survey.restore()
         return call(fun, args, kwargs, rng)
+    flat.constants.replace(reach.without_graphs())
     advanced = advanced_since(known)
     if advanced is not None:
         raise advances(advanced, "the function's first run")
@@ -204,6 +205,19 @@ class _Reached:
             _stored.pop(id(each), None)
         if read:
             raise NewOperandError
+
+    def without_graphs(self) -> dict[int, Tensor]:
+        """What stands from now on for what earlier calls have stored, by its id.
+
+        Its graph would hold the call that stored it, with what it met there, and so all before.
+        """
+        left_out = [] if levels.interpreter_is_active() else self._left_out
+        with modes.unseen_by_traces():
+            found = {id(each): each.detach().requires_grad_() for each in left_out}
+        self.survey.replace(found)
+        self.beyond = [found.get(id(each), each) for each in self.beyond]
+        self._left_out.clear()
+        return found
 
     @property
     def may_change(self) -> list[Tensor]:

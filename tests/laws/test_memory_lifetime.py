@@ -4,6 +4,7 @@
 steps hold memory flat." And a cache of traces holds nothing of its users.
 """
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import TraceError, checkpoint_name, policies, remat
-from tests.support import LiveBytes, daily, seeded
+from tests.support import LiveBytes, assert_bitwise, daily, seeded, tensors_in
 
 # Forward mode itself compiles decompositions with torch.jit.script.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
@@ -157,6 +158,90 @@ def test_a_kept_graph_keeps_its_saved_values() -> None:
     assert torch.equal(first[0], again[0])
     with pytest.raises(RuntimeError, match="a second time"):
         torch.autograd.grad(out, x)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("is_captured", [False, True], ids=["argument", "closure"])
+def test_a_loss_that_is_kept_holds_no_batch(engine: Any, is_captured: bool) -> None:
+    """As for plain autograd: what a freed graph knew of its call is freed with it."""
+    w = seeded(16, 16).requires_grad_()
+
+    def loss_of(batch: Tensor) -> Tensor:
+        given = () if is_captured else (batch,)
+        fun = remat(lambda x=batch: torch.sin(x @ w).sum(), engine=engine)
+        return fun(*given)
+
+    losses: list[Tensor] = []
+    live: list[int] = []
+    for _ in range(3):  # the first one traces
+        with LiveBytes() as memory:
+            losses.append(loss_of(w.new_ones(64, 16)))
+            losses[-1].backward()
+            live.append(memory.live - losses[-1].nbytes)
+
+    assert live[1:] == [0, 0]
+
+
+class Shown(nn.Module):
+    """Keeps what it computed last, in one of several ways, and may read its numbers."""
+
+    def __init__(self, keep: Callable[[Any, Tensor], Any], *, reads: bool) -> None:
+        super().__init__()
+        self.linear, self.keep, self.reads = nn.Linear(16, 16).double(), keep, reads
+        self.shown: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sin(self.linear(x))
+        if self.reads and self.shown is not None:
+            y = y + tensors_in(self.shown)[0].detach()
+        self.shown = self.keep(self.shown, y)
+        return y.cos()
+
+
+def in_a_dict_that_stays(shown: Any, y: Tensor) -> dict[str, Tensor]:
+    """Replaces the item of one dict."""
+    shown = {} if shown is None else shown
+    shown["y"] = y
+    return shown
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda _, y: y,
+        lambda _, y: [{"y": (y,)}],
+        in_a_dict_that_stays,
+    ],
+    ids=["itself", "in new containers", "in a dict that stays"],
+)
+def test_what_a_module_shows_of_its_last_call_holds_no_call_before(
+    keep: Any, reads: bool
+) -> None:
+    """Neither where a step has a backward, nor where none of them has one."""
+    plain = Shown(keep, reads=reads)
+    region = remat(copy.deepcopy(plain), engine="rerun")
+    for has_backward in (False, True):
+        live: list[int] = []
+        with LiveBytes() as memory:
+            for step in range(5):
+                losses = [
+                    each(seeded(8, 16, seed=step)).sum() for each in (plain, region)
+                ]
+                assert torch.equal(*losses)
+                if has_backward:
+                    found = [
+                        torch.autograd.grad(loss, [*each.parameters()])
+                        for loss, each in zip(losses, (plain, region), strict=True)
+                    ]
+                    assert_bitwise(*found)
+                    del found
+                del losses
+                live.append(memory.live)
+
+        assert live[2:] == [live[2]] * 3
 
 
 @pytest.mark.contract
