@@ -149,7 +149,7 @@ def _pure_variant(op: Any) -> Any | None:
     if not operators.is_mutable(op):
         return None
     schema = schemas.schema_of(op)
-    written = [each.name for each in _written_arguments(op)]
+    written = [each.name for each in _declared_written(op)]
     name = op.overloadpacket.__name__
     writes_first = written == [schema.arguments[0].name] and len(schema.returns) == 1
     if not writes_first or not name.endswith("_"):
@@ -205,13 +205,13 @@ def runs_on_copies(op: Any) -> bool:
     """Whether an operator writes to single tensors, and torch has no pure form of it."""
     if not operators.is_mutable(op) or schemas.has_kernel(op.name(), "Functionalize"):
         return False
-    return all("List" not in str(each.type) for each in _written_arguments(op))
+    return all("List" not in str(each.type) for each in _declared_written(op))
 
 
 def run_on_copies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls such an operator on copies of what it writes to, and then writes these back."""
     given = operators.arguments(op, args, kwargs)
-    names = [each.name for each in _written_arguments(op)]
+    names = [each.name for each in _declared_written(op)]
     written = tuple(name for name in names if given.get(name) is not None)
     made = _on_copies(op, written)(**given)
     returned: list[Any] = [made] if isinstance(made, torch.Tensor) else [*made]
@@ -250,12 +250,19 @@ def _on_copies(op: Any, written: tuple[str, ...]) -> Callable[..., Any]:
 def written(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node writes to, if it leaves their sizes and strides alone."""
     op: Any = node.target
-    if not operators.is_mutable(op) or torch.Tag.inplace_view in op.tags:
-        return []
-    given = operators.arguments(op, node.args, dict(node.kwargs))
     found: list[fx.Node] = []
-    fx.map_arg([given.get(each.name) for each in _written_arguments(op)], found.append)
+    if torch.Tag.inplace_view not in getattr(op, "tags", ()):
+        given = written_arguments(op, node.args, dict(node.kwargs))
+        fx.map_arg(given, found.append)
     return found
+
+
+def written_arguments(op: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """What an operator writes to."""
+    if not operators.is_mutable(op):
+        return []
+    given = operators.arguments(op, args, kwargs)
+    return [given.get(each.name) for each in _declared_written(op)]
 
 
 def written_inputs(graph: fx.Graph, num_before: int) -> Iterator[fx.Node]:
@@ -285,7 +292,7 @@ def lay_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
         tracer.put_for(tensor, laid)
 
 
-def _written_arguments(op: Any) -> list[Any]:
+def _declared_written(op: Any) -> list[Any]:
     declared = schemas.schema_of(op).arguments
     return [each for each in declared if each.alias_info and each.alias_info.is_write]
 

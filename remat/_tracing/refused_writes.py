@@ -1,6 +1,16 @@
-"""The errors of functions that write to what is differentiated, from outside of them."""
+"""Writes to what is outside of a function that a trace cannot have, and their errors."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+from torch import Tensor
 
 from remat._errors import MutationError
+from remat._torch import trees
+from remat._torch.fakes import is_fake, wraps_fakes
+from remat._torch.modes import DispatchMode
+from remat._tracing.in_place_operators import written_arguments
+from remat._user_lines import user_line
 
 _FROM_CHANGED = "The recomputation would start from the changed value, and the tensor belongs to the caller."
 _WRITE_ANEW = (
@@ -48,4 +58,33 @@ def changes_twice(line: str) -> MutationError:
         what="changes a buffer, or an argument of the region around.",
         why="The trace of that region would have the change in its backward once more.",
         do='Pass engine="rerun" to the region around, too, or engine="trace" to the one inside.',
+    )
+
+
+@final
+class RefusedInBackward(DispatchMode):
+    """Refuses writes, in the backward of a trace, to what lies outside of it.
+
+    A hook writes there, or the backward of an `autograd.Function`: to an input of the trace
+    (`is_given`), or, as no function of torch shows what is captured there, to a tensor itself.
+    """
+
+    def __init__(self, is_given: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self._is_given = is_given
+
+    def _hear(self, op: Any, args: Any, kwargs: Any) -> Any:
+        for each in trees.tensor_leaves(written_arguments(op, args, kwargs)):
+            is_own = wraps_fakes(each) or (is_fake(each) and not self._is_given(each))
+            if not is_own:
+                raise _changes_in_backward(user_line())
+        return op(*args, **kwargs)
+
+
+def _changes_in_backward(line: str) -> MutationError:
+    return MutationError.of(
+        where=line or "a hook, or the backward of an autograd.Function,",
+        what="changes an argument, a buffer or a captured tensor in the backward.",
+        why="A trace of forward and backward would have the change in the forward.",
+        do='Use engine="rerun", which runs such code in the backward, once.',
     )

@@ -6,6 +6,7 @@ under `FakeTensorMode`, and `torch.autograd.grad` inside it, as AOTAutograd does
 have the exact strides of inputs and cotangents. In-place operators are then replaced.
 """
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -41,6 +42,7 @@ from remat._tracing.aliases import (
 )
 from remat._tracing.importing import Note
 from remat._tracing.once_more import OF_TORCH
+from remat._tracing.refused_writes import RefusedInBackward
 from remat._tracing.side_effects import on_error, take_out
 from remat._tracing.thread import (
     Running,
@@ -204,7 +206,13 @@ class _TraceRun:
         numerics = numerics or Numerics.current()._replace(autocast=())
         # A hook of the user's may keep what it is given.
         kept = None if request.is_program else running.fakes
-        with numerics.applied(), attributes_as(running.mode, made=kept):
+        is_given = running.is_in_given_memory
+        writes = (
+            contextlib.nullcontext()
+            if request.is_program
+            else RefusedInBackward(is_given)
+        )
+        with numerics.applied(), attributes_as(running.mode, made=kept), writes:
             for layout in self.layouts:
                 gradients += self._gradients(given, outputs, layout)
         self.spread = [

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from remat import policies, remat
+from remat import MutationError, policies, remat
 from tests.support import (
     assert_bitwise,
     assert_close,
@@ -290,6 +290,86 @@ class Counting(nn.Module):
 
 
 @pytest.mark.contract
+class CountedBackward(torch.autograd.Function):
+    """Counts its backwards in a buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: Tensor) -> Tensor:
+        ctx.number = number
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.number.add_(1)
+        return grads[0] * 2, None
+
+
+class LargestGradient(torch.autograd.Function):
+    """Leaves the largest gradient in a buffer, as recipes for small floats do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: Tensor) -> Tensor:
+        ctx.number = number
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.number.copy_(grads[0].abs().amax())
+        return grads[0] * 2, None
+
+
+def counted_by_a_hook(x: Tensor, number: Tensor) -> Tensor:
+    y = x * 2
+
+    def count(_: Tensor) -> None:
+        number.add_(1)
+
+    y.register_hook(count)
+    return y
+
+
+WRITES_IN_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "count": CountedBackward.apply,
+    "amax": LargestGradient.apply,
+    "hook": counted_by_a_hook,
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("is_captured", [False, True], ids=["argument", "captured"])
+@pytest.mark.parametrize("name", WRITES_IN_BACKWARD)
+@pytest.mark.parametrize("engine", [None, "trace", "rerun", "auto"])
+@pytest.mark.filterwarnings("ignore::remat.RematWarning")
+def test_what_a_backward_writes(engine: Any, name: str, is_captured: bool) -> None:
+    """It is there after the backward, once; a trace refuses it, and has written nothing."""
+    number = torch.zeros((), dtype=torch.float64)
+
+    def fun(x: Tensor, n: Tensor = number) -> Tensor:
+        return WRITES_IN_BACKWARD[name](x.sin(), n).cos().sum()
+
+    region: Any = fun if engine is None else remat(fun, engine=engine)
+    x = seeded(3).requires_grad_()
+    given = () if is_captured else (number,)
+    if engine == "trace":
+        with pytest.raises(MutationError, match=r"test_law_08.*in the backward.*rerun"):
+            region(x, *given)
+        assert number == 0
+        return
+
+    for step in range(3):
+        before = number.clone()
+        loss = region(x, *given)
+        assert torch.equal(number, before)
+        (grad,) = torch.autograd.grad(loss, x)
+        assert number == (grad_that_came(x) if name == "amax" else step + 1)
+        assert_bitwise(grad, torch.autograd.grad(fun(x, before.clone()), x)[0])
+
+
+def grad_that_came(x: Tensor) -> Tensor:
+    """The largest gradient of the cosine in the functions above."""
+    return (x.sin() * 2).sin().abs().amax()
+
+
 def test_who_saved_a_buffer_before_it_was_written_is_told():
     """As by plain code: the gradient would be made of the new numbers."""
     for wrap in (lambda model: model, remat):
