@@ -276,17 +276,25 @@ class FastPath:
     num_states: int  # how many are generator states: the rest
     #: How what is returned is made; None where the outputs are it.
     views: tuple[View, ...] | None
+    #: Whether a gradient comes back to each operand that requires grad.
+    reaches_all: bool = True
     followed: tuple[Followed, ...] = ()  # the latest backwards that nothing recorded
     #: Those under one level of torch.func, whose cotangents may be plain, too.
     followed_at_level: tuple[Followed, ...] = ()
     mapped: tuple[Mapped, ...] = ()  # the latest mapped programs
 
     @classmethod
-    def of(cls, forward: Forward, views: tuple[View, ...] | None = None) -> FastPath:
+    def of(
+        cls,
+        forward: Forward,
+        views: tuple[View, ...] | None = None,
+        *,
+        reaches_all: bool = True,
+    ) -> FastPath:
         count, _, num_saved, num_states = forward.shape
         kept, quiet = count + num_saved, forward.program.quiet
         shape = (forward.untracked, count, kept, num_states)
-        return cls(quiet, forward.numerics, *shape, views)
+        return cls(quiet, forward.numerics, *shape, views, reaches_all)
 
 
 def latest(known: _T, others: tuple[_T, ...]) -> tuple[_T, ...]:

@@ -103,6 +103,7 @@ class Region(Protocol):
     def explained(self) -> Explained | None: ...
     @property
     def held_apart(self) -> tuple[Tensor, ...]: ...
+    def reached(self, roots: Roots) -> Sequence[bool] | None: ...
     def one_program(self, roots: Roots, numerics: Numerics) -> Forward | None: ...
     def fast_path(self, roots: Roots, numerics: Numerics) -> FastPath | None: ...
     def forward(
@@ -185,7 +186,7 @@ class WithoutProgram:
     def one_program(self, *_: object, **__: object) -> None:
         """None, as for each way that takes a program."""
 
-    fast_path = opened = pushed = shows_saved = note_recorded = one_program
+    reached = fast_path = opened = pushed = shows_saved = note_recorded = one_program
 
     def recorded(self, roots: Roots) -> Self:
         """Itself: its gradients are made anew at each order."""

@@ -11,6 +11,7 @@ are active when a backward runs apply to it too.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -65,7 +66,9 @@ def bind_all(
             return returned_by(call, outputs, tensors), ()
     if is_kept and guards.is_quiet():
         fast_path = region.fast_path(call.roots, call.numerics)
-        if fast_path is not None:
+        if fast_path is not None and (
+            fast_path.reaches_all or _is_recorded(call, tensors)
+        ):
             call = call._replace(
                 is_first_order=_wants_first_order(), fast_path=fast_path
             )
@@ -122,7 +125,7 @@ def _run_opened(call: Call, opened: Opened, tensors: Sequence[Tensor]) -> Result
 
 
 def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
-    is_differentiated = _is_differentiated(call, tensors)
+    is_differentiated = _is_recorded(call, tensors)
     pairs = unpack_duals(tensors) if dual_level_is_active() else []
     is_pushed = any(pair.tangent is not None for pair in pairs)
     tangents = [pair.tangent for pair in pairs]
@@ -147,7 +150,7 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
 
 def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     """Runs the forward where the only rule left is to record a backward, if one is wanted."""
-    if _is_differentiated(call, tensors):
+    if _is_recorded(call, tensors):
         skip = call.region.num_leading
         recording = _Recording(call, tensors[:skip], None)
         operands = list(tensors[skip:])
@@ -164,6 +167,17 @@ def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
 def _is_differentiated(call: Call, tensors: Sequence[Tensor]) -> bool:
     operands = tensors[call.region.num_leading :]
     return torch.is_grad_enabled() and any(map(guards.requires_grad, operands))
+
+
+def _is_recorded(call: Call, tensors: Sequence[Tensor]) -> bool:
+    """Whether plain autograd has a use for the backward: a gradient comes back to what it follows."""
+    if not _is_differentiated(call, tensors):
+        return False
+    reached = call.region.reached(call.roots)
+    operands = tensors[call.region.num_leading :]
+    return reached is None or any(
+        map(guards.requires_grad, itertools.compress(operands, reached))
+    )
 
 
 def _run_under_grad(

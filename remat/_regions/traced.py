@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar, cast, final
 
@@ -207,6 +208,22 @@ class TracedRegion:
             placements=placements_of(joint, self.operands),
         )
 
+    @_once
+    def reached(self, roots: Roots) -> tuple[bool, ...] | None:
+        """Whether a gradient comes back to each operand; None if to all, as far as is known.
+
+        Operands are told by whether some level of torch.func, or plain autograd, differentiates them.
+        One of these may not: nothing is recorded there for what is only read under `no_grad`.
+        """
+        if self.given is not None:
+            # Its operands begin with those of the region that it was made from.
+            above = self.made_from and self.made_from.reached(roots)
+            return above and (*above, *(True for _ in self.operands[len(above) :]))
+        stages = if_derivable(lambda: self.stages(roots))
+        if stages is None or stages.joint.is_custom:
+            return None
+        return tuple(ref is not None for ref in stages.joint.gradients)
+
     @property
     def policy_text(self) -> str:
         """Its policy as code, or what a report calls it in place of one."""
@@ -233,7 +250,12 @@ class TracedRegion:
     def _fast_path(self, roots: Roots, _is_borrowing: bool) -> FastPath | None:
         forward = self.forward(roots, save=True)
         is_more = forward.num_leading or self.inputs or not forward.is_one_program
-        return None if is_more else FastPath.of(forward, self.views)
+        if is_more:
+            return None
+        wants = [meta.requires_grad for meta in self.operands]
+        reached = self.reached(roots)
+        reaches_all = reached is None or not any(map(operator.gt, wants, reached))
+        return FastPath.of(forward, self.views, reaches_all=reaches_all)
 
     @_once
     def opened(

@@ -60,6 +60,13 @@ class Rerun(WithoutProgram):
         """At least one if the function may draw."""
         return int(self.state.draws)
 
+    def reached(self, roots: Roots) -> tuple[bool, ...] | None:
+        """For gradients: no gradient of theirs comes back to what no output depends on either."""
+        rests = self.state.dependent_outputs
+        if self.runs_first or rests is None:
+            return None
+        return (*map(bool, rests), *(True for _ in self.requires_grad[len(rests) :]))
+
     @property
     def runs_first(self) -> bool:
         """Whether a run tells what the outputs depend on: that of gradients leaves no graph."""

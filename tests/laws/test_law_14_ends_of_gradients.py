@@ -198,3 +198,63 @@ def test_a_function_that_wants_no_gradient_by_an_operand() -> None:
     region = remat(fun)
     for _ in range(2):
         assert_close(found(region), found(fun))
+
+
+SCALE = torch.nn.Parameter(seeded(4, seed=4))
+BIAS = torch.nn.Parameter(seeded(4, seed=5))
+
+
+def read_under_no_grad(w: Tensor, x: Tensor) -> Tensor:
+    """As a running scale is: the caller's own parameter, which the function does not follow."""
+    with torch.no_grad():
+        scale = SCALE * 2
+    return (x @ w * scale).tanh().sum()
+
+
+def read_detached(w: Tensor, x: Tensor) -> Tensor:
+    """The same by `detach`."""
+    return (x @ w * SCALE.detach()).tanh().sum()
+
+
+def read_by_two(w: Tensor, x: Tensor) -> Tensor:
+    """One is followed, the other one is not."""
+    return (x @ w * SCALE.detach() + BIAS).tanh().sum()
+
+
+def gradient(f: Any) -> Tensor:
+    return grad(f)(P[0], X)
+
+
+def of_a_gradient(f: Any) -> Tensor:
+    return grad(lambda w: grad(f)(w, X).sin().sum())(P[0])
+
+
+def of_each_example(f: Any) -> Tensor:
+    return torch.func.vmap(grad(f), (None, 0))(P[0], X[:, None])
+
+
+def with_its_value(f: Any) -> Tensor:
+    return torch.func.grad_and_value(f)(P[0], X)[1]
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize(
+    "transform",
+    [gradient, of_a_gradient, of_each_example, with_its_value],
+    ids=lambda each: each.__name__,
+)
+@pytest.mark.parametrize(
+    "fun",
+    [read_under_no_grad, read_detached, read_by_two],
+    ids=lambda each: each.__name__,
+)
+def test_what_is_not_followed_has_nothing_recorded(
+    fun: Any, transform: Any, engine: Any
+) -> None:
+    """Results require grad as plain's do: a functional loop would hold each step's graph."""
+    region = remat(fun, engine=engine)
+    expected = transform(fun)
+    for _ in range(3):
+        found = transform(region)
+        assert found.requires_grad == expected.requires_grad
+        assert_close(found, expected)
