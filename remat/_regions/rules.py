@@ -138,7 +138,7 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     primals = [pair.primal for pair in pairs]
     if not is_differentiated:
         return _with_duals(*_primal_and_tangents(call, primals, tangents, save))
-    results = _run_quietly(call, tensors, save)
+    results = _run_quietly(call, tensors, save, is_pushed=True)
     flows = results.flows
     if flows is None or all(flows):
         return results
@@ -148,7 +148,9 @@ def _run_plainly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
     return _with_duals(results, {k: moved[k] for k in moved if not flows[k]})
 
 
-def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
+def _run_quietly(
+    call: Call, tensors: Sequence[Tensor], save: bool, *, is_pushed: bool = False
+) -> Results:
     """Runs the forward where the only rule left is to record a backward, if one is wanted."""
     if _is_recorded(call, tensors):
         skip = call.region.num_leading
@@ -158,7 +160,7 @@ def _run_quietly(call: Call, tensors: Sequence[Tensor], save: bool) -> Results:
             with call.region.calls.inputs.next() as number:
                 store_inputs(operands, call.region.inputs, number)
         recording.operands = tensors[skip:]
-        if call.region.runs_first and not dual_level_is_active():
+        if call.region.runs_first and not is_pushed:  # detaching would end tangents
             operands = recording.run_and_detach(operands)
         return recording.with_gradients(_apply_plainly(recording, *operands))
     return call.region.forward(call.roots, save)(tensors, call.numerics)

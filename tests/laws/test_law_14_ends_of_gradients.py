@@ -237,10 +237,14 @@ def with_its_value(f: Any) -> Tensor:
     return torch.func.grad_and_value(f)(P[0], X)[1]
 
 
+def along_a_tangent(f: Any) -> Tensor:
+    return jvp(lambda w: f(w, X), (P[0],), (P[1],))[1]
+
+
 @pytest.mark.parametrize("engine", ["trace", "rerun"])
 @pytest.mark.parametrize(
     "transform",
-    [gradient, of_a_gradient, of_each_example, with_its_value],
+    [gradient, of_a_gradient, of_each_example, with_its_value, along_a_tangent],
     ids=lambda each: each.__name__,
 )
 @pytest.mark.parametrize(
