@@ -60,6 +60,8 @@ class Joint:
     states: tuple[Ref, ...]
     #: Whether a user's `autograd.Function` or hook says how to differentiate a part of it.
     is_custom: bool = False
+    #: Where one has a rule of its own for vmap, "forward" or "backward"; no operator tells it.
+    rules: frozenset[str] = frozenset()
     #: Of the regions inside.
     policies: frozenset[Any] = frozenset()
 

@@ -85,6 +85,8 @@ class Program:
     is_borrowing: bool = False
     #: Whether a user's `autograd.Function` or hook says how to differentiate a part of it.
     is_custom: bool = False
+    #: Where one of the function's has a rule of its own for vmap, as in `Joint`.
+    rules: frozenset[str] = frozenset()
     #: Of a forward, the policy of its region and those of the regions inside.
     policies: frozenset[Any] = frozenset()
 
@@ -110,6 +112,7 @@ class Program:
             outer = current()
             if outer is not None:
                 outer.is_custom |= self.is_custom
+                outer.rules |= self.rules
                 outer.policies |= self.policies
             in_compiler = tracer.is_in_compiler()
             return interpret(self._with_barriers if in_compiler else self.graph, inputs)

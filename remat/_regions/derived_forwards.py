@@ -64,6 +64,7 @@ def backward_forward(
         num_saved=count,
         num_cotangents=len(cotangents),
         is_borrowing=asked.is_borrowing,
+        rules=joint.rules,
     )
     # Recomputes what is saved, except values that their storage rounds.
     pairs = zip(kept.saved, kept.storages, strict=True)
@@ -126,6 +127,15 @@ def mapped_forward(
         origins=None,
     )
     return over, tuple(dims)
+
+
+def needs_rules(forward: Forward, batch: Batch) -> bool:
+    """Whether a user's rules say how this map is done: a program does not show them."""
+    program = forward.program
+    # Only cotangents are mapped, as in `jacrev`: what is computed again is not.
+    last = len(batch.dims) - program.num_cotangents
+    is_mapped = any(dim is not None for dim in batch.dims[:last])
+    return "backward" in program.rules or ("forward" in program.rules and is_mapped)
 
 
 def _with_mapped(dims: tuple[int, ...], new: int | None) -> tuple[int, ...]:
@@ -326,6 +336,7 @@ def pushed_forward(
             title=f"pushed_{program.title}",
             # A compiler may move up neither what reads a cotangent nor what a tangent.
             num_cotangents=num_cotangents and num_cotangents + num_given,
+            rules=program.rules | tangents.program.rules,
         ),
         shape=(count + num_added, *forward.shape[1:]),
         flows=_flows(forward, tangents),

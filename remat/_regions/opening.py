@@ -268,6 +268,8 @@ def opened_for(
         wants = levels.is_pushed_below() or any(map(levels.is_wanted_by_func, below))
         if is_reverse and wants:
             region = region.recorded(call.roots)
+        if is_reverse and region.rules and levels.is_mapped():
+            region = region.saving_nothing(call.roots)
         return call if region is call.region else call.of(region), None
     wants = tuple(map(levels.requires_grad_anywhere, tensors))
     has_tangent = tuple(tangent is not None for tangent in tangents)

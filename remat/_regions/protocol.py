@@ -94,6 +94,8 @@ class Region(Protocol):
     @property
     def num_draws(self) -> int: ...
     @property
+    def rules(self) -> frozenset[str]: ...
+    @property
     def was_recorded(self) -> bool: ...
     @property
     def policy_text(self) -> str: ...
@@ -112,6 +114,7 @@ class Region(Protocol):
     def shows_saved(self, roots: Roots) -> bool | None: ...
     def note_recorded(self, roots: Roots) -> bool | None: ...
     def recorded(self, roots: Roots) -> Region: ...
+    def saving_nothing(self, roots: Roots) -> Region: ...
     def opened(
         self, roots: Roots, wants: tuple[bool, ...], has_tangent: tuple[bool, ...]
     ) -> Opened | None: ...
@@ -170,6 +173,7 @@ class WithoutProgram:
     inputs = MappingProxyType[int, AbstractStorage]({})
     calls = Calls()
     num_draws = 0
+    rules = frozenset[str]()
     was_recorded = False
     explained = None
 
@@ -191,3 +195,5 @@ class WithoutProgram:
     def recorded(self, roots: Roots) -> Self:
         """Itself: its gradients are made anew at each order."""
         return self
+
+    saving_nothing = recorded

@@ -86,7 +86,9 @@ def _mapped_program(
     metas = tuple(
         TensorMeta.of_whole(tensor, requires_grad=False) for tensor in physical
     )
-    if call.region.num_draws or not all(map(guards.is_plain, physical)):
+    saves_by_rules = call.region.rules and path.num_kept > path.num_outputs
+    is_more = call.region.num_draws or saves_by_rules
+    if is_more or not all(map(guards.is_plain, physical)):
         return None
     batched = call.region.batched(call.roots, batch._replace(metas=metas), True)
     forward = batched.region.one_program(call.roots, call.numerics)

@@ -35,9 +35,11 @@ from remat._regions.derived_forwards import (
     analysis_for,
     are_identity_views,
     backward_forward,
+    identity_views,
     mapped_forward,
     mapped_in_parts,
     moved_outputs,
+    needs_rules,
     pushed_forward,
     require_parts,
     tangent_metas,
@@ -111,6 +113,7 @@ class TracedRegion:
         held_apart: what waits for its backward outside of autograd: nothing.
         runs_first: whether only a run tells what the outputs depend on: here the trace does.
         is_open: whether a size of an operand is a symbol of a running trace.
+        rules: where a user's `autograd.Function` has a rule of its own for vmap, as in `Joint`.
         was_recorded: whether plain autograd has recorded a backward of it (`create_graph=True`).
         derived: what was made of it so far, by what makes it and what was asked.
     """
@@ -155,6 +158,7 @@ class TracedRegion:
             self.num_leading, self.num_draws = origin.num_leading, origin.shape[3]
             self.placements = origin.placements
             self.chosen, self.every_view = origin.chosen, origin.views
+            self.rules = origin.program.rules
         else:
             self._joints = origin.joints if isinstance(origin, Stages) else origin
             outline = self._joints[0]
@@ -162,6 +166,7 @@ class TracedRegion:
             self.num_leading, self.num_draws = 0, len(outline.states)
             self.placements = placements_of(outline, self.operands)
             self.chosen, self.every_view = outline.chosen, outline.views
+            self.rules = outline.rules
         self.views = None if are_identity_views(self.every_view) else self.every_view
         self.is_open = any(map(is_open, self.operands))
         self.was_recorded = False
@@ -195,6 +200,7 @@ class TracedRegion:
             *(graph, "forward", self.function.backend),
             is_borrowing=self.is_borrowing,
             is_custom=joint.is_custom,
+            rules=joint.rules,
             policies=joint.policies | {self.policy_above},
         )
         return Forward(
@@ -343,6 +349,14 @@ class TracedRegion:
             return self
         found = dataclasses.replace(self, function=again, origin=joints)
         return found if found.is_transparent(roots, True) else self
+
+    @_once
+    def saving_nothing(self, roots: Roots) -> TracedRegion:
+        """The region whose backward reads operands alone, whatever the policy says."""
+        if not self.forward(roots, save=True).shape[2]:
+            return self
+        joints = self.stages(roots).joints
+        return dataclasses.replace(self, policy=nothing_saveable, origin=joints)
 
     @_once
     def is_transparent(self, roots: Roots, is_pushed: bool) -> bool:
@@ -514,6 +528,8 @@ class TracedRegion:
             return self._batched_below(roots, batch)
         forward = self.forward(roots, save)
         skip = forward.num_leading
+        if needs_rules(forward, batch):
+            return self._batched_by_rules(roots, batch, forward)
         given, dims = mapped_forward(forward, batch)
         unmapped = frozenset(k for k in range(forward.shape[0]) if dims[k] is None)
         function = self._mapped(
@@ -530,6 +546,43 @@ class TracedRegion:
         region = self._derive(function, batch.metas, joints)
         dims = [None if k in unmapped else 0 for k in range(len(self.chosen))]
         return Batched(region, (*dims, *(batch.dims[k] for k in joints[0].mutated)))
+
+    def _batched_by_rules(
+        self, roots: Roots, batch: Batch, forward: Forward
+    ) -> Batched:
+        """Where a user's rule for vmap shows in the function, and in no program.
+
+        What was saved example by example is not read.
+        """
+        skip, (count, *_, num_states) = forward.num_leading, forward.shape
+        assert not forward.shape[2], "what is saved would be mapped by no rule"
+        unmapped = unmapped_outputs(forward.program.graph, count, batch.dims)
+        states = tuple(skip + k for k in self.states)
+        for are_apart in (False, True):
+            function = self._mapped(
+                *(roots, self.chosen, batch, skip),
+                are_apart=are_apart,
+                unmapped=unmapped,
+            )
+            behind = function.derive(
+                lambda f: lambda tensors: f(tensors[skip:]), "behind", skip
+            )
+            joints = behind.outline(roots, batch.metas, states)
+            if are_identity_views(joints[0].views):
+                break
+        region = dataclasses.replace(
+            self._derive(behind, batch.metas, joints), policy=nothing_saveable
+        )
+        given = dataclasses.replace(
+            region.forward(roots, save=num_states > 0),
+            num_leading=skip,
+            flows=forward.flows,
+            views=identity_views(count),
+        )
+        dims = [None if k in unmapped else 0 for k in range(count)]
+        dims += [batch.dims[skip + k] for k in joints[0].mutated]
+        dims += [None] * given.shape[3]
+        return Batched(self._derive(function, batch.metas[skip:], given), dims)
 
     @_once
     def mapped_whole(self, roots: Roots, batch: Batch) -> TracedRegion:

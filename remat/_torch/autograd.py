@@ -242,6 +242,8 @@ def nodes_behind(roots: Sequence[Any]) -> list[Any]:
 
 # Where an `autograd.Function` is this package's own, or torch's for an operator.
 _NOT_OF_USERS = ("remat.", "torch._higher_order_ops.")
+# Its `vmap` where the class has no rule of its own.
+_NO_RULE: Any = vars(torch.autograd.Function)["vmap"].__func__
 
 
 def has_own_rule(tensors: Sequence[Tensor | None]) -> bool:
@@ -324,6 +326,7 @@ class Lifting:
 
     lift: Callable[[Tensor], Tensor]  # gives what stands for a tensor
     has_functions: bool = False  # whether an `autograd.Function` was applied inside
+    has_rules: bool = False  # whether such a one has a rule of its own for vmap
 
 
 class _Liftings(threading.local):
@@ -352,6 +355,7 @@ def _lifting_apply(original: Any) -> Any:
         if not cls.__module__.startswith(_NOT_OF_USERS):
             for each in _liftings.stack:
                 each.has_functions = True
+                each.has_rules |= cls.vmap is not _NO_RULE
         return _lifting_entrance(original.__get__(None, cls))(*args, **kwargs)
 
     return classmethod(apply)

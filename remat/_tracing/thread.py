@@ -69,6 +69,8 @@ class Running:
         #: Whether a user's `autograd.Function` has run, or a hook was registered, in a region
         #: inside or outside of one.
         self.is_custom = False
+        #: Where one with a rule of its own for vmap has: "forward", "backward".
+        self.rules: frozenset[str] = frozenset()
         self.policies: frozenset[Any] = frozenset()  # of regions inside
         self.inner: dict[Hashable, Any] = {}  # what is known of regions inside
         #: What stands for tensors in the functions of operators that run, the innermost last.

@@ -144,6 +144,9 @@ def sizes_of(metas: Sequence[TensorMeta]) -> list[int]:
     return [number for meta in metas for number in (*meta.shape, *meta.stride)]
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class _TraceRun:
     """One execution of the function and its backward under `make_fx`."""
 
@@ -175,6 +178,7 @@ class _TraceRun:
         ):
             results = request.function(tuple(operands))
         running.is_custom |= lifting.has_functions
+        running.rules |= {"forward"} if lifting.has_rules else set()
         if not request.is_program:
             refusals.require_no_gradients([*operands, *running.leaves])
         running.look_ups.require_unchanged()
@@ -207,14 +211,15 @@ class _TraceRun:
         # A hook of the user's may keep what it is given.
         kept = None if request.is_program else running.fakes
         is_given = running.is_in_given_memory
-        writes = (
-            contextlib.nullcontext()
-            if request.is_program
-            else RefusedInBackward(is_given)
-        )
-        with numerics.applied(), attributes_as(running.mode, made=kept), writes:
+        with (
+            numerics.applied(),
+            attributes_as(running.mode, made=kept),
+            autograd.lifted_past_modes(lambda each: each) as lifting,
+            _NOTHING if request.is_program else RefusedInBackward(is_given),
+        ):
             for layout in self.layouts:
                 gradients += self._gradients(given, outputs, layout)
+        running.rules |= {"backward"} if lifting.has_rules else set()
         self.spread = [
             each if each is None else dtensor.placement(each) for each in gradients
         ]
@@ -355,6 +360,7 @@ def _finish_trace(run: _TraceRun, module: fx.GraphModule) -> Traced:
         changed=run.request.changed,
         states=tuple(imported.states),
         is_custom=running.is_custom,
+        rules=running.rules,
         policies=running.policies,
     )
     joints = tuple(_for_each_layout(first, run, imported.outputs[count:]))
