@@ -106,18 +106,26 @@ def _shows_its_ends(joint: Joint) -> bool:
 
 
 def with_ends(graph: Graph, flows: Sequence[bool]) -> Graph:
-    """The program of a forward, with gradients that end at outputs to which none flows."""
+    """The program of a forward, with gradients that end at outputs to which none `flows`.
+
+    And at what waits, the outputs behind these, if it is read only where a gradient ends.
+    """
     values, outputs = [*graph.values], [*graph.outputs]
-    for place, (ref, is_followed) in enumerate(zip(outputs, flows, strict=False)):
+    ended = set[int]()
+    read = {
+        ref.index for ref, _ in zip(outputs, flows, strict=False) if ref is not None
+    }
+    for value in graph.values:
+        (ended if operators.ends_gradient(value) else read).update(value.uses)
+    for place, ref in enumerate(outputs):
         meta = None if ref is None else values[ref.index].meta
-        if (
-            is_followed
-            or not isinstance(meta, TensorMeta)
-            or not meta.is_differentiable
-        ):
+        if ref is None or not (isinstance(meta, TensorMeta) and meta.is_differentiable):
             continue
-        outputs[place] = Ref(len(values))
-        values.append(Value(operators.UNRECORDED, (ref,), meta=meta))
+        is_waiting = place >= len(flows)
+        is_followed = ref.index not in ended - read if is_waiting else flows[place]
+        if not is_followed:
+            outputs[place] = Ref(len(values))
+            values.append(Value(operators.UNRECORDED, (ref,), meta=meta))
     return dataclasses.replace(graph, values=tuple(values), outputs=tuple(outputs))
 
 

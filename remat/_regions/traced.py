@@ -282,7 +282,7 @@ class TracedRegion:
         outputs = program.graph.outputs
         waiting = {*outputs[num_outputs:]}
         alone = frozenset(k for k in range(num_outputs) if outputs[k] not in waiting)
-        graph = with_ends(program.graph, forward.flows or ())
+        graph = with_ends(program.graph, forward.flows or (True,) * num_outputs)
         function = self.function.of_program(graph)
         operands = operands_of(program.graph, wants)
         gradients = any(meta.requires_grad for meta in operands)

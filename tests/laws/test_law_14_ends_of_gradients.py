@@ -241,7 +241,11 @@ def along_a_tangent(f: Any) -> Tensor:
     return jvp(lambda w: f(w, X), (P[0],), (P[1],))[1]
 
 
-@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"policy": policies.everything_saveable}, {"engine": "rerun"}],
+    ids=["nothing", "everything", "rerun"],
+)
 @pytest.mark.parametrize(
     "transform",
     [gradient, of_a_gradient, of_each_example, with_its_value, along_a_tangent],
@@ -253,10 +257,10 @@ def along_a_tangent(f: Any) -> Tensor:
     ids=lambda each: each.__name__,
 )
 def test_what_is_not_followed_has_nothing_recorded(
-    fun: Any, transform: Any, engine: Any
+    fun: Any, transform: Any, options: dict[str, Any]
 ) -> None:
     """Results require grad as plain's do: a functional loop would hold each step's graph."""
-    region = remat(fun, engine=engine)
+    region = remat(fun, **options)
     expected = transform(fun)
     for _ in range(3):
         found = transform(region)
