@@ -33,6 +33,7 @@ SingleLevelFunction: type[torch.autograd.Function] = _SingleLevelFunction  # pyr
 
 enable_single_level = enable_single_level_autograd_function
 functorch: Any = functorch_c
+_torch: Any = torch
 dual_levels: Any = forward_ad
 _transforms: Any = eager_transforms
 _grad_mode: Any = torch.autograd.grad_mode
@@ -211,10 +212,19 @@ def layers(tensor: Tensor) -> list[Tensor]:
 def versions_below(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """How often each tensor was written to, below all torch.func wrappers.
 
-    A wrapper has a counter of its own, which misses writes to the tensor that it wraps.
+    A wrapper has a counter of its own, which misses writes to the tensor that it wraps; that
+    of `functionalize` has none, but its memory has one.
     Obsolete when autograd looks at the counter of the wrapped tensor.
     """
-    return versions_of(all_unwrapped(tensors))
+    versions = versions_of(all_unwrapped(tensors))
+    stack: Any = functorch.get_interpreter_stack() or ()
+    if all(each.key() != _Kind.Functionalize for each in stack):
+        return versions
+    found: list[int] = []
+    for tensor, version in zip(tensors, versions, strict=True):
+        functional = filter(_torch._is_functional_tensor, layers(tensor))
+        found += [*map(_torch._functionalize_mutation_counter, functional), version][:1]
+    return tuple(found)
 
 
 def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -305,11 +315,15 @@ def write_back(tensor: Tensor, new: Tensor, *, unseen: bool = False) -> None:
     a backward that saved it does not raise. Obsolete when torch's kernels declare such writes.
     """
     active = current_interpreter()
-    if active is not None and active[0] in {"grad", "jvp"}:
+    if active is not None and active[0] != "vmap":
         level = active[1].level()
         if level_of(tensor) < level:
             with lowered(active[1]):
-                write_back(tensor, unwrap_at(new, level), unseen=unseen)
+                if active[0] == "functionalize":
+                    (new,) = below_functionalize([new])
+                else:
+                    new = unwrap_at(new, level)
+                write_back(tensor, new, unseen=unseen)
             return
     version = version_kept(tensor) if unseen else contextlib.nullcontext()
     with torch.no_grad(), version:

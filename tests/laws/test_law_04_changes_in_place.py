@@ -237,6 +237,31 @@ def test_a_change_after_a_torch_func_forward_raises(which, engine):
         pull_back(*given)
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+@pytest.mark.parametrize("change", ["whole", "view"])
+def test_a_change_inside_functionalize_raises(change, engine):
+    """Its tensors count no writes; what was written before the forward is no change."""
+    region = remat(lambda x, w: (x @ w).tanh().sum(), engine=engine)
+
+    def gradient(x, w, *, changes_after):
+        x, one = x * 1, torch.ones((), dtype=torch.float64)
+        part = x if change == "whole" else x[0]
+        part.add_(1.0)
+        pull_back = torch.func.vjp(lambda w: region(x, w), w)[1]
+        if changes_after:
+            part.add_(1.0)
+        return pull_back(one)
+
+    run = torch.func.functionalize(gradient)
+    args = seeded(3, 4), seeded(4, 2, seed=1)
+    assert_bitwise(
+        run(*args, changes_after=False), gradient(*args, changes_after=False)
+    )
+    with pytest.raises(SavedTensorModifiedError, match="changed in place"):
+        run(*args, changes_after=True)
+
+
 MUTATIONS = {
     "whole": lambda x: x.add_(1.0),
     "part": lambda x: x[0].mul_(2.0),

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat import MutationError, policies, remat
 from tests.support import (
@@ -222,6 +223,42 @@ def test_buffers_under_func_grad(engine: Any) -> None:
         return [*gradients.values(), *given.values()]
 
     assert_close(run(lambda fun: remat(fun, engine=engine)), run(lambda fun: fun))
+
+
+def _recorded(loss: Wrap) -> Wrap:
+    return lambda x: make_fx(torch.func.functionalize(torch.func.grad(loss)))(x)(x)
+
+
+FUNCTIONALIZED: dict[str, Wrap] = {
+    "alone": lambda loss: torch.func.functionalize(loss),
+    "around": lambda loss: torch.func.functionalize(torch.func.grad(loss)),
+    "inside": lambda loss: torch.func.grad(torch.func.functionalize(loss)),
+    "recorded": _recorded,
+}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("engine", ["trace", "rerun", "auto"])
+@pytest.mark.parametrize("way", FUNCTIONALIZED)
+def test_buffers_under_functionalize(way: str, engine: Any) -> None:
+    """They change once, also where plain torch.func refuses to write to captured ones."""
+    plain, model = build(batch_norm), build(batch_norm)
+    region = remat(model, engine=engine)
+
+    def gradient(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(plain(x).sin().sum(), x)[0]
+
+    def loss(x: Tensor) -> Tensor:
+        return region(x).sin().sum()
+
+    x = seeded(5, 4)
+    if way == "recorded":
+        gradient(x)  # the recording writes to them, too
+    expected = plain(x).sin().sum() if way == "alone" else gradient(x)
+
+    assert_close(FUNCTIONALIZED[way](loss)(x), expected)
+    assert_close(buffers(model), buffers(plain))
 
 
 @pytest.mark.contract
