@@ -26,7 +26,8 @@ from remat._graph.values import (
 )
 from remat._programs import by_places
 from remat._torch import levels, modes, schemas, tracer
-from remat._tracing import importing, naming, refusals
+from remat._torch.taking_functions import Applied
+from remat._tracing import importing, naming, refusals, taken_functions
 
 _aten = torch.ops.aten
 
@@ -76,10 +77,14 @@ def _run_inside_trace(
         is_own = stream in ("", streams.UNKNOWN)
         out = device_states.STATE(*args) if is_own else streams.STATE(stream)
     else:
+        if isinstance(value.op, Applied) and _is_recorded(args):
+            taken_functions.require_derivative(value.op, value.source)
         op = _ENDS.get(value.op) or by_places.replaced(
             value, values, is_mapped=levels.is_mapped()
         )
         out = _of_its_dtype(value, values, _run(op, args, dict(kwargs)))
+    if isinstance(value.op, Applied):
+        taken_functions.require_first_order(out, value.source)
     if operators.draws(value):
         _require_one_draw(value, [*traced.nodes][before:])
     note = importing.Note(
@@ -308,9 +313,6 @@ def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
     """An operator; where it lacks the derivative that is recorded, with that of its parts."""
     is_mapped = levels.is_mapped()
     run = _BATCHABLE.get(op, op) if is_mapped else op
-    is_recorded = torch.is_grad_enabled() and any(
-        levels.requires_grad_anywhere(each) for each in args if isinstance(each, Tensor)
-    )
     parts = schemas.made_of_others(op)
     if op is _aten.index_fill.int_Tensor:
         # Torch's derivative by the value asks which indices there are. The backward of trace is
@@ -319,7 +321,7 @@ def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
     if op in _SCATTERING and args[0].is_complex():
         # Torch has a derivative for real numbers alone. Obsolete when it has one.
         parts = functools.partial(_scattered, run)
-    if parts is None or not (is_recorded or levels.dual_level_is_active()):
+    if parts is None or not (_is_recorded(args) or levels.dual_level_is_active()):
         return run(*args, **kwargs)
     made: Any = parts(*args, **kwargs)
     if is_mapped:
@@ -327,6 +329,12 @@ def _run(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
         return made
     whole = functools.partial(run, **kwargs)
     return _apply_whole(whole, args, *(made if isinstance(made, tuple) else (made,)))
+
+
+def _is_recorded(args: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        levels.requires_grad_anywhere(each) for each in args if isinstance(each, Tensor)
+    )
 
 
 class _WithRuleOfParts(torch.autograd.Function):

@@ -86,6 +86,12 @@ def backward_forward(
     )
 
 
+def backward_from_operands(analysis: Analysis, wanted: Sequence[bool]) -> Graph:
+    """(operands, generator states, cotangents) -> the wanted gradients, None included."""
+    refs = [*itertools.compress(analysis.joint.gradients, wanted)]
+    return _recomputing(Saved(analysis, (), (), False), refs, is_cut=True)
+
+
 def _recomputing(kept: Saved, wanted: Sequence[Ref | None], *, is_cut: bool) -> Graph:
     """A program for the wanted values; if `is_cut`, it starts from what is saved."""
     stops = frozenset(kept.saved) if is_cut else frozenset[int]()

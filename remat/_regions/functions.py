@@ -131,6 +131,16 @@ class Function:
         return found or self.traced(roots, operands, states, gradients=False)
 
 
+def interpreted(graph: Graph) -> Flat:
+    """A program as a flat function; where it is traced under autocast, it holds its casts."""
+
+    def run(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        with Numerics.current().settled():
+            return interpret(graph, tensors)
+
+    return run
+
+
 def if_derivable(trace: Callable[[], _V]) -> _V | None:
     """What a trace gives; None where an operator lacks a derivative that it needs.
 

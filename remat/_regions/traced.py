@@ -27,6 +27,7 @@ from typing import Any, TypeVar, cast, final
 
 from remat._graph.joint import Joint
 from remat._graph.meta import TensorMeta, is_open, without_symbols
+from remat._partition.analysis import Analysis
 from remat._partition.cut import forward_graph
 from remat._partition.stages import Stages
 from remat._programs.program import Program
@@ -35,6 +36,7 @@ from remat._regions.derived_forwards import (
     analysis_for,
     are_identity_views,
     backward_forward,
+    backward_from_operands,
     identity_views,
     mapped_forward,
     mapped_in_parts,
@@ -51,6 +53,7 @@ from remat._regions.functions import (
     Pull,
     Roots,
     if_derivable,
+    interpreted,
     mapped,
     pullback,
     pushforward,
@@ -67,7 +70,7 @@ from remat._regions.opening import (
 from remat._regions.protocol import Asked, Batched, Opened, Pushed
 from remat._switches.numerics import Numerics
 from remat._torch.taking_functions import Applied
-from remat._tracing.trace import require_states
+from remat._tracing.trace import Flat, require_states
 from remat.policies import AbstractPolicy, nothing_saveable
 from remat.policies._budget import for_derived
 from remat.storage import AbstractStorage, Keep
@@ -396,9 +399,33 @@ class TracedRegion:
         outputs = tuple(itertools.compress(self.chosen, asked.layouts))
         wanted = tuple(index for index, each in enumerate(asked.wanted) if each)
         pull = Pull(outputs, wanted, len(self.operands))
-        function = self.function.derive(lambda f: pullback(f, pull), "vjp", pull)
+        function = self._pulled_back(roots, asked, pull)
         operands = (*self.operands, *states, *cotangents)
         return self._derive(function, operands, forward, asked.num_states)
+
+    def _pulled_back(self, roots: Roots, asked: Asked, pull: Pull) -> Function:
+        """The function of the gradients, for their own derivatives.
+
+        Of an operator that takes functions torch's backward has none, but its program may have.
+        """
+        function = self.function.derive(lambda f: pullback(f, pull), "vjp", pull)
+        if not self._takes_functions(roots):
+            return function
+
+        def build(roots: Roots) -> Flat:
+            analysis = self._analysis(roots, asked.without_gradients())[0]
+            graph = backward_from_operands(analysis, asked.wanted)
+            taken = [each.op for each in graph.values if isinstance(each.op, Applied)]
+            if any(each.without_derivative for each in taken):
+                return function.build(roots)
+            is_alike = self.is_transparent(roots, False)
+            return interpreted(graph) if is_alike else function.build(roots)
+
+        return dataclasses.replace(function, build=build)
+
+    def _takes_functions(self, roots: Roots) -> bool:
+        values = self.forward(roots, save=False).program.graph.values
+        return any(isinstance(value.op, Applied) for value in values)
 
     def _derive(
         self,
@@ -432,9 +459,19 @@ class TracedRegion:
         """The backward program, and the metadata of the generator states it takes."""
         if not (self.function.key or self.function.is_program):
             self.calls.note(asked.cotangents == self.stages(roots).joint.layout)
+        analysis, saved = self._analysis(roots, asked)
+        require_states(asked.num_states, analysis.joint)
+        stages = if_derivable(lambda: self.stages(roots))
+        storages = (stages and stages.storages) or (Keep(),) * len(saved)
+        kept = Saved(analysis, saved, storages, self.verify)
+        given = backward_forward(self.function, self.operands, kept, asked)
+        return given, analysis.joint.state_metas
+
+    def _analysis(self, roots: Roots, asked: Asked) -> tuple[Analysis, tuple[int, ...]]:
+        """The joint graph of a backward, and where in it the saved values are."""
         # Of what lacks a derivative, what has a cotangent may have one.
         stages = if_derivable(lambda: self.stages(roots))
-        analysis, saved = analysis_for(
+        return analysis_for(
             stages,
             asked,
             lambda: self.function.traced(
@@ -443,11 +480,6 @@ class TracedRegion:
                 backward_numerics=asked.numerics,
             ),
         )
-        require_states(asked.num_states, analysis.joint)
-        storages = (stages and stages.storages) or (Keep(),) * len(saved)
-        kept = Saved(analysis, saved, storages, self.verify)
-        given = backward_forward(self.function, self.operands, kept, asked)
-        return given, analysis.joint.state_metas
 
     @property
     def _differentiated(self) -> tuple[int, ...]:
@@ -605,10 +637,8 @@ class TracedRegion:
     ) -> Function:
         size, randomness, dims = batch.size, batch.randomness, batch.dims
         kinds = (skip, are_apart, unmapped)
-        values = self.forward(roots, save=False).program.graph.values
         # torch maps operators that take functions, and has no rule for them below a map.
-        takes_functions = any(isinstance(value.op, Applied) for value in values)
-        is_whole = self.function.is_program or takes_functions
+        is_whole = self.function.is_program or self._takes_functions(roots)
         wanted = self._differentiated if batch.is_tracked and not is_whole else ()
         return self.function.derive(
             lambda f: mapped(tracked(f, wanted), outputs, batch, *kinds),

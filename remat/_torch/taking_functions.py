@@ -16,7 +16,7 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.fx.experimental import proxy_tensor
 from torch.overrides import _get_current_function_mode_stack
 
-from remat._torch import loops
+from remat._torch import loops, schemas
 from remat._torch.levels import functorch, unwrapped
 from remat._torch.trees import Frame
 
@@ -168,13 +168,28 @@ class Applied:
     @property
     def loops(self) -> bool:
         """Whether it runs a loop whose number of iterations depends on numbers."""
+        return not _LOOPS.isdisjoint(self._operators)
+
+    @property
+    def without_derivative(self) -> str | None:
+        """An operator that it runs and torch has no derivative of; None if there is none.
+
+        Of what is made of others, as the backward of silu, a graph of torch's takes no parts.
+        """
+        for each in self._operators:
+            if each is loops.gradients or schemas.made_of_others(each):
+                return str(each)
+        return None
+
+    @property
+    def _operators(self) -> set[Any]:
+        """The operator, and those that its functions call."""
         taken = [
             each for each in self.frame.statics if isinstance(each, fx.GraphModule)
         ]
         parts = [part for each in taken for part in each.modules()]
         graphs = [each.graph for each in parts if isinstance(each, fx.GraphModule)]
-        called = {node.target for graph in graphs for node in graph.nodes}
-        return not _LOOPS.isdisjoint({self.operator, *called})
+        return {self.operator, *(node.target for each in graphs for node in each.nodes)}
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Runs the operator."""
@@ -192,4 +207,16 @@ def _described_static(static: Any) -> Any:
         return (type(static), repr(static))
     names = [str(node.target) for node in static.graph.find_nodes(op="get_attr")]
     held = [_described_static(getattr(static, name)) for name in names]
-    return (str(static.graph), *held)
+    return (*_described_graph(static.graph), *held)
+
+
+def _described_graph(graph: fx.Graph) -> list[Any]:
+    """What tells a graph from others, whatever its values are called."""
+    names = {node: f"%{place}" for place, node in enumerate(graph.nodes)}
+    return [
+        (
+            node.target if node.op == "call_function" else node.op,
+            repr(fx.map_arg((node.args, node.kwargs), names.__getitem__)),
+        )
+        for node in graph.nodes
+    ]

@@ -115,13 +115,20 @@ def take_parts_for_views(graph: fx.Graph) -> None:
         node.target = operators.DECLARED_SPLIT.get(node.target, node.target)
 
 
-def rename_fresh(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Replaces writes to tensors that nothing else has seen; each, and its replacement."""
+def rename_fresh(
+    graph: fx.Graph, *, are_reshaped: bool = False
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Replaces writes to tensors that nothing else has seen; each, and its replacement.
+
+    Or where these are reshaped in place alone.
+    """
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         pure = _pure_variant(node.target)
         written = node.args[0] if node.args else None
         if pure is None or not isinstance(written, fx.Node):
+            continue
+        if are_reshaped and torch.Tag.inplace_view not in node.target.tags:
             continue
         # Fresh is memory that its node has made, and that has no alias yet.
         seen = [user for user in written.users if order[user] < order[node]]

@@ -8,7 +8,6 @@ function as a graph of its own, and its backward likewise.
 
 import contextlib
 import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
@@ -23,8 +22,7 @@ from remat._graph.values import Ref, Value
 from remat._torch import autograd, levels, taking_functions, tracer, trees
 from remat._torch.fakes import is_fake, is_fake_of
 from remat._torch.taking_functions import Applied
-from remat._tracing import refusals
-from remat._tracing.in_place_operators import written
+from remat._tracing import in_place_operators, refusals
 from remat._user_lines import user_line, warn
 
 StandIn = Callable[[Tensor], Tensor]
@@ -148,22 +146,33 @@ def _find_captured(
 
 def _unflattened_results(results: Any, taken: Sequence[_TakenFunction]) -> Any:
     """What the functions would have returned, from the operator's flat results."""
-    check = functools.partial(_require_first_order, user_line())
-    for each in trees.tensor_leaves(results):
-        autograd.before_backward(levels.unwrapped(each), check)
+    require_first_order(results, user_line())
     specs = [each.returned for each in taken if each.returns_results]
     return trees.unflatten(list(results), specs[0]) if specs else results
 
 
-def _require_first_order(where: str, _: Any) -> None:
-    """Refuses the backward of an operator that will itself be differentiated.
+def require_derivative(op: Applied, where: str) -> None:
+    """Refuses an operator that is differentiated, of which a function has no derivative."""
+    missing = op.without_derivative
+    if missing is not None:
+        why = f"It is differentiated twice, and torch has no derivative of {missing}"
+        raise refusals.takes_functions(where, why)
+
+
+def require_first_order(results: Any, where: str) -> None:
+    """Refuses the backward of an operator, of these results, that will itself be differentiated.
 
     torch loses parts of such a derivative without a word: what its backward reads does not
     lead back to the operands.
     """
-    if torch.is_grad_enabled():
-        why = "It is differentiated twice, and torch has no second derivative of it"
-        raise refusals.takes_functions(where, why)
+
+    def check(_: Any) -> None:
+        if torch.is_grad_enabled():
+            why = "It is differentiated twice, and torch has no second derivative of it"
+            raise refusals.takes_functions(where, why)
+
+    for each in trees.tensor_leaves(results):
+        autograd.before_backward(levels.unwrapped(each), check)
 
 
 def applied(
@@ -187,6 +196,8 @@ def _prepare_taken_graph(
     module: fx.GraphModule, where: str, *, returns_results: bool
 ) -> None:
     """Brings the graph of a function that an operator takes into the form of a step of a graph."""
+    # What torch makes, as `squeeze_` in a product with a vector, it makes otherwise elsewhere.
+    list(in_place_operators.rename_fresh(module.graph, are_reshaped=True))
     for node in list(module.graph.nodes):
         if node.op == "get_attr":
             held: Any = getattr(module, str(node.target))
@@ -220,7 +231,10 @@ def _require_no_effect(node: fx.Node, where: str) -> None:
             why="A recomputation of the operator would draw other numbers.",
             do="Draw with a key (remat.random), or draw before the operator.",
         )
-    if any(_node_viewed(each).op == "placeholder" for each in written(node)):
+    if any(
+        _node_viewed(each).op == "placeholder"
+        for each in in_place_operators.written(node)
+    ):
         why = "One of its functions writes to what it is given"
         raise refusals.takes_functions(where, why)
 

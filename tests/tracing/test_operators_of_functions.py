@@ -1,12 +1,14 @@
 """Operators that take functions (`torch.cond`, a scan): one value each, differentiated as torch does."""
 
 import gc
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._higher_order_ops.map import map as map_rows
@@ -302,6 +304,69 @@ def test_a_graph_of_the_backward_of_a_condition(
 
     monkeypatch.setattr(torch, "cond", as_python)
     assert_close(found, [of_recorded(fun, x)] * 2)
+
+
+SECOND: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda x, w: (x @ w).sin(),
+    "transposed": lambda x, w: (x @ w.t()).cos(),
+    "vector": lambda x, w: (x[0] @ w).sin() + x,
+    "linear of a vector": lambda x, w: F.linear(x[0], w).sin() + x,
+    "softmax": lambda x, w: (x @ w).softmax(-1),
+}
+SAVING = {
+    "nothing": policies.nothing_saveable,
+    "everything": policies.everything_saveable,
+    "operator": policies.by_op("cond"),
+    "name": policies.save_only_these_names("a"),
+}
+
+
+def of_penalty(fun: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
+    """The gradients of a gradient penalty, by plain autograd."""
+    x, w = (seeded(3, 3, seed=k).abs().requires_grad_() for k in range(2))
+    found = torch.autograd.grad(fun(x, w).sin().sum(), (x, w), create_graph=True)
+    penalty = torch.stack([each.square().sum() for each in found]).sum()
+    return torch.autograd.grad(penalty, (x, w))
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        *itertools.product(SECOND, ["everything"]),
+        *[("vector", each) for each in SAVING],
+    ],
+)
+def test_a_gradient_penalty_from_the_first_call_on(name: str, policy: str) -> None:
+    """What waits in the first call has no gradient of its own: the backward runs from operands."""
+    yes = SECOND[name]
+
+    def fun(x: Tensor, w: Tensor) -> Tensor:
+        found = torch.cond(x.sum() > 0, yes, lambda x, w: x * 2, (x, w))
+        return checkpoint_name(found, "a").sin() * x
+
+    region = remat(fun, policy=SAVING[policy])
+    expected = of_penalty(lambda x, w: yes(x, w).sin() * x)
+
+    for _ in range(2):
+        assert_close(of_penalty(region), expected)
+
+
+@pytest.mark.parametrize("policy", SAVING)
+def test_no_second_derivative_of_what_has_none(policy: str) -> None:
+    """torch's formula for silu's cannot be differentiated; the second call lost gradients."""
+    region = remat(
+        lambda x, w: checkpoint_name(
+            torch.cond(
+                *(x.sum() > 0, lambda x, w: F.silu(x @ w), lambda x, w: x * 2, (x, w))
+            ),
+            "a",
+        ).sin(),
+        policy=SAVING[policy],
+    )
+
+    for _ in range(2):
+        with pytest.raises(TraceError, match=r"functions\.py:\d+: .*twice"):
+            of_penalty(region)
 
 
 def test_a_second_derivative_of_a_map() -> None:
