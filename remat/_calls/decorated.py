@@ -32,7 +32,7 @@ from remat._calls.entry import Entry
 from remat._calls.options import Settings, why_out_of_graphs
 from remat._calls.residuals import Residual, residuals_of
 from remat._calls.routes import MISSED
-from remat._calls.signature import CallSite, Statics, call_site
+from remat._calls.signature import CallSite, Statics, call_site, require_static
 from remat._captures.contents import code_key
 from remat._errors import RematError, TraceError, require_callable
 from remat._partition.stages import Stages
@@ -117,6 +117,7 @@ class DecoratedFunction(Generic[_P, _R]):
         if instead is not None:
             return instead(self, args, kwargs)
         if self.settings.engine == "rerun":
+            require_static(self._fun, args, kwargs, self.settings.statics)
             return flat_call.call(self._fun, args, kwargs, self._rng)
         self._known = self._cache
         site = call_site(self._fun, args, kwargs, self.settings.statics)

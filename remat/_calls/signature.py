@@ -302,6 +302,17 @@ class _KeyReader:
         return (type(part), part)
 
 
+def require_static(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    statics: Statics,
+) -> None:
+    """Refuses static arguments that could not be compared, where nothing compares them."""
+    if statics.are_given:
+        _with_wrapped_statics(function, args, kwargs, statics)
+
+
 def _with_wrapped_statics(
     function: Callable[..., Any],
     args: tuple[Any, ...],

@@ -33,6 +33,7 @@ from remat._regions.run_backward import (
     pulled_back,
     read_saved,
     refuse_freed,
+    require_one_map,
     resolved,
     run_freeing,
     wanted_of,
@@ -55,6 +56,7 @@ def bind_all(
     """What the region's function returns, and the new values of what it changed."""
     region, tensors = call.region, levels.unwrap_dead(tensors)
     if autograd.maps_over(tensors):
+        require_one_map(call)
         return autograd.mapped_by_func(lambda given: bind_all(call, given), tensors)
     is_kept = region.keeps and not call.is_last and _is_differentiated(call, tensors)
     if is_kept and region.was_recorded:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from remat._errors import SavedTensorModifiedError, SecondDerivativeError
+from remat._errors import SavedTensorModifiedError, SecondDerivativeError, refusal
 from remat._graph.meta import TensorMeta, layout_of
 from remat._programs.program import Program
 from remat._regions import out_of_memory
@@ -98,6 +98,18 @@ def run_freeing(
     if derived.views is not None:
         found = make_views(derived.views, found, passed)
     return by_operand(ctx.wanted, found)
+
+
+def require_one_map(call: Call) -> None:
+    """Refuses a region in a backward that several older vmaps map, one inside of the other."""
+    if autograd.maps_twice():
+        raise refusal(
+            NotImplementedError,
+            where=f"the backward of the region {out_of_memory.name_of(call.roots[0])}",
+            what="is mapped by is_grads_batched=True inside of another one.",
+            why="torch.func maps a region in place of torch's older vmap, at one level.",
+            do="Map both by torch.func.vmap over torch.func.vjp, or loop over one.",
+        )
 
 
 def let_go(ctx: Any) -> None:

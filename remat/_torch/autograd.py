@@ -67,6 +67,14 @@ def maps_over(tensors: Sequence[Tensor]) -> bool:
     return is_mapping() and any(map(is_batched_by_autograd, tensors))
 
 
+def maps_twice() -> bool:
+    """Whether one `torch.autograd.grad(is_grads_batched=True)` runs inside of another."""
+    try:
+        return torch._C._vmapmode_decrement_nesting() > 0
+    finally:
+        torch._C._vmapmode_increment_nesting()
+
+
 def mapped_by_func(
     function: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]
 ) -> Any:
@@ -85,10 +93,6 @@ def mapped_by_func(
         return tensor_leaves(structure)
 
     try:
-        if level > 1:
-            raise NotImplementedError(
-                "is_grads_batched=True inside another one's backward"
-            )
         dims = [0 if is_batched_by_autograd(each) else None for each in tensors]
         given = [
             each if dim is None else _remove_batch_dim(each, level, 0, 0)

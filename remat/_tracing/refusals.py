@@ -562,6 +562,8 @@ def of_values(error: Exception, where: str = "") -> TraceError:
         instead = "torch.library.register_fake, which tells the operator's shapes"
     elif came_through(error, _TORCHS_DISTRIBUTIONS):
         instead = "validate_args=False for the distribution"
+    elif "_ctc_loss" in str(error):
+        instead = "F.ctc_loss outside of the region"
     elif lacking == "shape":
         instead = (
             "torch.where(mask, a, b), x.masked_fill or torch.nonzero_static, which fix "

@@ -115,9 +115,10 @@ def test_positions_do_not_run_into_keywords() -> None:
     assert_bitwise(found, grads(lambda x: summed(x, *args[1:], scale=scale), args[:1]))
 
 
-def test_an_unhashable_static_argument_is_an_error() -> None:
+@pytest.mark.parametrize("engine", ["trace", "rerun", "auto"])
+def test_an_unhashable_static_argument_is_an_error(engine: Any) -> None:
     """The message names the argument, its type, and says what to do."""
-    region = remat(powered, static_argnames="how")
+    region = remat(powered, static_argnames="how", engine=engine)
 
     with pytest.raises(StaticArgumentError, match=r"(?s)how.*hash"):
         region(seeded(3).requires_grad_(), {"n": 2})

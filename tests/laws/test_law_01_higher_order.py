@@ -4,11 +4,13 @@
 rounding (`torch.testing.assert_close` defaults; suites run in float64)."
 """
 
+import re
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._vmap_internals import _vmap as vmap_of_autograd
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.autograd.functional import hessian, jacobian
 from torch.func import grad
@@ -197,6 +199,26 @@ def test_batched_cotangents_of_draws(engine):
     one_by_one = zip(*map(grad_by, BASIS), strict=True)
     assert_close(
         grad_by(BASIS, is_grads_batched=True), tuple(map(torch.stack, one_by_one))
+    )
+
+
+@pytest.mark.parametrize("engine", ["trace", "rerun"])
+def test_batched_cotangents_inside_of_others_are_refused(engine):
+    """torch's older vmap nests, and has no public name."""
+    (w, x), region = fresh(arguments()), remat(smooth, engine=engine)
+    output = region(w, x)
+
+    def pulled(scale):
+        rows = vmap_of_autograd(lambda row: (row * scale).expand_as(output))(BASIS[0])
+        options = {"is_grads_batched": True, "retain_graph": True}
+        return torch.autograd.grad(output, w, rows, **options)[0]
+
+    with pytest.raises(NotImplementedError) as raised:
+        vmap_of_autograd(pulled)(seeded(2))
+    assert re.fullmatch(
+        r"the backward of the region smooth: is mapped by is_grads_batched=True "
+        r"inside of another one\. torch\.func maps a region .*, or loop over one\.",
+        str(raised.value),
     )
 
 

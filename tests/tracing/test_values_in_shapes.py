@@ -56,6 +56,19 @@ def test_a_write_of_one_row_each_is_refused_under_vmap() -> None:
         vmap(grad(region))(seeded(4, 3, 2))
 
 
+def test_a_loss_of_aligned_sequences_is_refused() -> None:
+    """No other operator takes the place of its kernel, which hides a shape."""
+    targets, lengths = torch.ones(2, 3, dtype=torch.int64), ((6, 6), (3, 3))
+    loss: Any = F.ctc_loss
+
+    with pytest.raises(
+        TraceError, match=r"Use F\.ctc_loss outside of the region, or eng"
+    ):
+        remat(lambda x: loss(x.log_softmax(-1), targets, *lengths))(
+            seeded(6, 2, 5).requires_grad_()
+        )
+
+
 SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "x[mask]": lambda x: x[x > 0].sin().sum(),
     "nonzero": lambda x: x[torch.nonzero(x[:, 0] > 0)].sin().sum(),
