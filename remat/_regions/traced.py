@@ -612,7 +612,7 @@ class TracedRegion:
             views=identity_views(count),
         )
         dims = [None if k in unmapped else 0 for k in range(count)]
-        dims += [batch.dims[skip + k] for k in joints[0].mutated]
+        dims += [batch.dims[k] for k in joints[0].mutated]
         dims += [None] * given.shape[3]
         return Batched(self._derive(function, batch.metas[skip:], given), dims)
 
