@@ -14,6 +14,7 @@ all that makes programs, and nothing of how a user's call found its region.
   them, and what is remembered for the fast path.
 - `derived_forwards`: the forwards of derived regions (backward, mapped, pushed), made from
   the programs of the first.
+- `by_rules`: the map of a region in which a user's `autograd.Function` has a rule for vmap.
 - `run_backward`: what the backward of a node reads, runs, frees and returns, and its
   errors.
 - `traced`: the traced region, and the regions derived from it.

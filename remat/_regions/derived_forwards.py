@@ -29,6 +29,7 @@ from remat._regions.functions import Batch, Function
 from remat._regions.protocol import Asked
 from remat._torch import isolation, levels
 from remat._torch.levels import dual_level_is_active
+from remat._torch.taking_functions import Applied
 from remat._tracing.trace import record
 from remat.storage import AbstractStorage
 
@@ -92,6 +93,17 @@ def backward_from_operands(analysis: Analysis, wanted: Sequence[bool]) -> Graph:
     return _recomputing(Saved(analysis, (), (), False), refs, is_cut=True)
 
 
+def takes_functions(graph: Graph) -> bool:
+    """Whether an operator of a program takes functions."""
+    return any(isinstance(value.op, Applied) for value in graph.values)
+
+
+def has_derivative(graph: Graph) -> bool:
+    """Whether torch has one of what the operators that take functions run there."""
+    taken = [each.op for each in graph.values if isinstance(each.op, Applied)]
+    return not any(each.without_derivative for each in taken)
+
+
 def _recomputing(kept: Saved, wanted: Sequence[Ref | None], *, is_cut: bool) -> Graph:
     """A program for the wanted values; if `is_cut`, it starts from what is saved."""
     stops = frozenset(kept.saved) if is_cut else frozenset[int]()
@@ -133,15 +145,6 @@ def mapped_forward(
         origins=None,
     )
     return over, tuple(dims)
-
-
-def needs_rules(forward: Forward, batch: Batch) -> bool:
-    """Whether a user's rules say how this map is done: a program does not show them."""
-    program = forward.program
-    # Only cotangents are mapped, as in `jacrev`: what is computed again is not.
-    last = len(batch.dims) - program.num_cotangents
-    is_mapped = any(dim is not None for dim in batch.dims[:last])
-    return "backward" in program.rules or ("forward" in program.rules and is_mapped)
 
 
 def _with_mapped(dims: tuple[int, ...], new: int | None) -> tuple[int, ...]:

@@ -68,9 +68,7 @@ def bind_all(
             return returned_by(call, outputs, tensors), ()
     if is_kept and guards.is_quiet():
         fast_path = region.fast_path(call.roots, call.numerics)
-        if fast_path is not None and (
-            fast_path.reaches_all or _is_recorded(call, tensors)
-        ):
+        if fast_path and (fast_path.reaches_all or _is_recorded(call, tensors)):
             call = call._replace(
                 is_first_order=_wants_first_order(), fast_path=fast_path
             )
@@ -179,9 +177,8 @@ def _is_recorded(call: Call, tensors: Sequence[Tensor]) -> bool:
         return False
     reached = call.region.reached(call.roots)
     operands = tensors[call.region.num_leading :]
-    return reached is None or any(
-        map(guards.requires_grad, itertools.compress(operands, reached))
-    )
+    followed = operands if reached is None else itertools.compress(operands, reached)
+    return any(map(guards.requires_grad, followed))
 
 
 def _run_under_grad(

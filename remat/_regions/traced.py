@@ -31,19 +31,20 @@ from remat._partition.analysis import Analysis
 from remat._partition.cut import forward_graph
 from remat._partition.stages import Stages
 from remat._programs.program import Program
+from remat._regions.by_rules import batched_by_rules, needs_rules
 from remat._regions.derived_forwards import (
     Saved,
     analysis_for,
     are_identity_views,
     backward_forward,
     backward_from_operands,
-    identity_views,
+    has_derivative,
     mapped_forward,
     mapped_in_parts,
     moved_outputs,
-    needs_rules,
     pushed_forward,
     require_parts,
+    takes_functions,
     tangent_metas,
 )
 from remat._regions.forwards import Calls, FastPath, Forward, placements_of
@@ -69,7 +70,6 @@ from remat._regions.opening import (
 )
 from remat._regions.protocol import Asked, Batched, Opened, Pushed
 from remat._switches.numerics import Numerics
-from remat._torch.taking_functions import Applied
 from remat._tracing.trace import Flat, require_states
 from remat.policies import AbstractPolicy, nothing_saveable
 from remat.policies._budget import for_derived
@@ -221,8 +221,8 @@ class TracedRegion:
     def reached(self, roots: Roots) -> tuple[bool, ...] | None:
         """Whether a gradient comes back to each operand; None if to all, as far as is known.
 
-        Operands are told by whether some level of torch.func, or plain autograd, differentiates them.
-        One of these may not: nothing is recorded there for what is only read under `no_grad`.
+        That some level differentiates an operand is known, not which: another one records nothing for
+        what is only read under `no_grad`.
         """
         if self.given is not None:
             # Its operands begin with those of the region that it was made from.
@@ -258,12 +258,12 @@ class TracedRegion:
     @_once
     def _fast_path(self, roots: Roots, _is_borrowing: bool) -> FastPath | None:
         forward = self.forward(roots, save=True)
-        is_more = forward.num_leading or self.inputs or not forward.is_one_program
-        if is_more:
+        if forward.num_leading or self.inputs or not forward.is_one_program:
             return None
-        wants = [meta.requires_grad for meta in self.operands]
-        reached = self.reached(roots)
-        reaches_all = reached is None or not any(map(operator.gt, wants, reached))
+        unreached = itertools.compress(
+            self.operands, map(operator.not_, self.reached(roots) or ())
+        )
+        reaches_all = not any(meta.requires_grad for meta in unreached)
         return FastPath.of(forward, self.views, reaches_all=reaches_all)
 
     @_once
@@ -401,33 +401,23 @@ class TracedRegion:
         pull = Pull(outputs, wanted, len(self.operands))
         function = self._pulled_back(roots, asked, pull)
         operands = (*self.operands, *states, *cotangents)
-        return self._derive(function, operands, forward, asked.num_states)
+        return self.derive(function, operands, forward, asked.num_states)
 
     def _pulled_back(self, roots: Roots, asked: Asked, pull: Pull) -> Function:
-        """The function of the gradients, for their own derivatives.
-
-        Of an operator that takes functions torch's backward has none, but its program may have.
-        """
+        """The function of the gradients; a program, where torch's own backward has no derivative."""
         function = self.function.derive(lambda f: pullback(f, pull), "vjp", pull)
-        if not self._takes_functions(roots):
+        if not takes_functions(self.forward(roots, save=False).program.graph):
             return function
 
         def build(roots: Roots) -> Flat:
             analysis = self._analysis(roots, asked.without_gradients())[0]
             graph = backward_from_operands(analysis, asked.wanted)
-            taken = [each.op for each in graph.values if isinstance(each.op, Applied)]
-            if any(each.without_derivative for each in taken):
-                return function.build(roots)
-            is_alike = self.is_transparent(roots, False)
+            is_alike = has_derivative(graph) and self.is_transparent(roots, False)
             return interpreted(graph) if is_alike else function.build(roots)
 
         return dataclasses.replace(function, build=build)
 
-    def _takes_functions(self, roots: Roots) -> bool:
-        values = self.forward(roots, save=False).program.graph.values
-        return any(isinstance(value.op, Applied) for value in values)
-
-    def _derive(
+    def derive(
         self,
         function: Function,
         operands: tuple[TensorMeta, ...],
@@ -549,7 +539,7 @@ class TracedRegion:
             strict = self.is_opened and bool(self._differentiated)
             origin = function.outline(roots, operands, self.states, strict=strict)
         verify = self.verify and not is_given
-        return Pushed(self._derive(function, operands, origin, verify=verify), moved)
+        return Pushed(self.derive(function, operands, origin, verify=verify), moved)
 
     @_once
     def batched(self, roots: Roots, batch: Batch, save: bool) -> Batched:
@@ -561,71 +551,34 @@ class TracedRegion:
         forward = self.forward(roots, save)
         skip = forward.num_leading
         if needs_rules(forward, batch):
-            return self._batched_by_rules(roots, batch, forward)
+            return batched_by_rules(self, roots, batch, forward)
         given, dims = mapped_forward(forward, batch)
         unmapped = frozenset(k for k in range(forward.shape[0]) if dims[k] is None)
-        function = self._mapped(
+        function = self.mapped_function(
             *(roots, self.chosen, batch, skip), are_apart=True, unmapped=unmapped
         )
-        return Batched(self._derive(function, batch.metas[skip:], given), dims)
+        return Batched(self.derive(function, batch.metas[skip:], given), dims)
 
     def _batched_below(self, roots: Roots, batch: Batch) -> Batched:
         """Where reverse mode is taken below the map: the policy sees batched values."""
         graph = self.forward(roots, save=False).program.graph
         unmapped = unmapped_outputs(graph, len(self.chosen), batch.dims)
-        function = self._mapped(roots, self.chosen, batch, 0, unmapped=unmapped)
+        function = self.mapped_function(roots, self.chosen, batch, 0, unmapped=unmapped)
         joints = function.outline(roots, batch.metas, self.states)
-        region = self._derive(function, batch.metas, joints)
+        region = self.derive(function, batch.metas, joints)
         dims = [None if k in unmapped else 0 for k in range(len(self.chosen))]
         return Batched(region, (*dims, *(batch.dims[k] for k in joints[0].mutated)))
-
-    def _batched_by_rules(
-        self, roots: Roots, batch: Batch, forward: Forward
-    ) -> Batched:
-        """Where a user's rule for vmap shows in the function, and in no program.
-
-        What was saved example by example is not read.
-        """
-        skip, (count, *_, num_states) = forward.num_leading, forward.shape
-        assert not forward.shape[2], "what is saved would be mapped by no rule"
-        unmapped = unmapped_outputs(forward.program.graph, count, batch.dims)
-        states = tuple(skip + k for k in self.states)
-        for are_apart in (False, True):
-            function = self._mapped(
-                *(roots, self.chosen, batch, skip),
-                are_apart=are_apart,
-                unmapped=unmapped,
-            )
-            behind = function.derive(
-                lambda f: lambda tensors: f(tensors[skip:]), "behind", skip
-            )
-            joints = behind.outline(roots, batch.metas, states)
-            if are_identity_views(joints[0].views):
-                break
-        region = dataclasses.replace(
-            self._derive(behind, batch.metas, joints), policy=nothing_saveable
-        )
-        given = dataclasses.replace(
-            region.forward(roots, save=num_states > 0),
-            num_leading=skip,
-            flows=forward.flows,
-            views=identity_views(count),
-        )
-        dims = [None if k in unmapped else 0 for k in range(count)]
-        dims += [batch.dims[k] for k in joints[0].mutated]
-        dims += [None] * given.shape[3]
-        return Batched(self._derive(function, batch.metas[skip:], given), dims)
 
     @_once
     def mapped_whole(self, roots: Roots, batch: Batch) -> TracedRegion:
         """The region of the mapped function that returns views too, all mapped over dimension 0."""
-        function = self._mapped(roots, None, batch, 0)
+        function = self.mapped_function(roots, None, batch, 0)
         joints = function.traced(roots, batch.metas, ())
         return TracedRegion(
             function, batch.metas, self.policy, joints, calls=self.calls
         )
 
-    def _mapped(
+    def mapped_function(
         self,
         roots: Roots,
         outputs: tuple[int, ...] | None,
@@ -638,7 +591,8 @@ class TracedRegion:
         size, randomness, dims = batch.size, batch.randomness, batch.dims
         kinds = (skip, are_apart, unmapped)
         # torch maps operators that take functions, and has no rule for them below a map.
-        is_whole = self.function.is_program or self._takes_functions(roots)
+        graph = self.forward(roots, save=False).program.graph
+        is_whole = self.function.is_program or takes_functions(graph)
         wanted = self._differentiated if batch.is_tracked and not is_whole else ()
         return self.function.derive(
             lambda f: mapped(tracked(f, wanted), outputs, batch, *kinds),
