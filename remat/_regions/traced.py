@@ -172,7 +172,11 @@ class TracedRegion:
             self.rules = outline.rules
         self.views = None if are_identity_views(self.every_view) else self.every_view
         self.is_open = any(map(is_open, self.operands))
-        self.was_recorded = False
+        #: The keys of functions that plain autograd has recorded at these sizes or others.
+        self._recorded: set[Hashable] = set()
+        if self.function.templates is not None and not self.is_open:
+            self._recorded = self.function.templates.recorded
+        self.was_recorded = bool(self._recorded) and self.function.key in self._recorded
         self.derived: dict[Hashable, Any] = {}
 
     def stages(self, roots: Roots) -> Stages:
@@ -328,6 +332,8 @@ class TracedRegion:
         that waits, and is an output too, how it came about.
         """
         self.was_recorded = True
+        if not self.is_open:
+            self._recorded.add(self.function.key)
         return self.shows_saved(roots)
 
     @_once

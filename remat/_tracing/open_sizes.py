@@ -200,6 +200,8 @@ class Templates:
 
     def __init__(self, fixed: Fixed) -> None:
         self.fixed = fixed  # of each operand, which dimensions never vary
+        #: By the keys of functions, those of which plain autograd has recorded a backward.
+        self.recorded: set[Hashable] = set()
         self._kept: dict[Hashable, list[Template] | None] = {}
 
     def joints(self, key: Hashable, request: Request) -> tuple[Joint, ...]:

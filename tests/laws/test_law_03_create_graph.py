@@ -59,6 +59,24 @@ def scaled(x, w):
     return Scaled.apply(torch.tanh(x @ w)).sin()
 
 
+def test_a_new_size_is_no_first_step():
+    """With open sizes, what was recorded at one of them is known at the others."""
+    region = remat(gated, policy=policies.everything_saveable, dynamic_shapes=True)
+
+    def step(fun, length):
+        x, w = (seeded(k, 4, seed=k).requires_grad_() for k in (length, 4))
+        (found,) = torch.autograd.grad(fun(x, w).sum(), x, create_graph=True)
+        return torch.autograd.grad(found.square().sum(), (x, w))
+
+    step(region, 2)
+    for length in (3, 5):
+        found, expected = (
+            count_operators(step, fun, length)[PRODUCT] for fun in (region, gated)
+        )
+        assert found == expected
+        assert_close(step(region, length), step(gated, length))
+
+
 def partly_detached(x, w):
     """A value that waits is an output, too, of which autograd must know nothing."""
     h = torch.tanh(x @ w)
