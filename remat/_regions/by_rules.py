@@ -3,20 +3,15 @@
 Such a rule shows in the function, and in no program: the function is mapped anew.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import Any
 
 from remat._regions.derived_forwards import are_identity_views, identity_views
 from remat._regions.forwards import Forward
-from remat._regions.functions import Batch, Roots
+from remat._regions.functions import Batch, Function, Roots
 from remat._regions.opening import unmapped_outputs
 from remat._regions.protocol import Batched
 from remat.policies import nothing_saveable
-
-if TYPE_CHECKING:
-    from remat._regions.traced import TracedRegion
 
 
 def needs_rules(forward: Forward, batch: Batch) -> bool:
@@ -29,18 +24,15 @@ def needs_rules(forward: Forward, batch: Batch) -> bool:
 
 
 def batched_by_rules(
-    region: TracedRegion, roots: Roots, batch: Batch, forward: Forward
+    region: Any, roots: Roots, batch: Batch, forward: Forward
 ) -> Batched:
-    """Where a user's rule for vmap shows in the function, and in no program.
-
-    What was saved example by example is not read.
-    """
+    """The map of a `TracedRegion`, in which what was saved example by example is not read."""
     skip, (count, *_, num_states) = forward.num_leading, forward.shape
     assert not forward.shape[2], "what is saved would be mapped by no rule"
     unmapped = unmapped_outputs(forward.program.graph, count, batch.dims)
     states = tuple(skip + k for k in region.states)
     for are_apart in (False, True):
-        function = region.mapped_function(
+        function: Function = region.mapped_function(
             *(roots, region.chosen, batch, skip),
             are_apart=are_apart,
             unmapped=unmapped,

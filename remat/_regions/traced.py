@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar, cast, final
 
@@ -172,11 +171,9 @@ class TracedRegion:
             self.rules = outline.rules
         self.views = None if are_identity_views(self.every_view) else self.every_view
         self.is_open = any(map(is_open, self.operands))
-        #: The keys of functions that plain autograd has recorded at these sizes or others.
-        self._recorded: set[Hashable] = set()
-        if self.function.templates is not None and not self.is_open:
-            self._recorded = self.function.templates.recorded
-        self.was_recorded = bool(self._recorded) and self.function.key in self._recorded
+        templates = None if self.is_open else self.function.templates
+        self._recorded = set[Hashable]() if templates is None else templates.recorded
+        self.was_recorded = self.function.key in self._recorded
         self.derived: dict[Hashable, Any] = {}
 
     def stages(self, roots: Roots) -> Stages:
@@ -264,10 +261,8 @@ class TracedRegion:
         forward = self.forward(roots, save=True)
         if forward.num_leading or self.inputs or not forward.is_one_program:
             return None
-        unreached = itertools.compress(
-            self.operands, map(operator.not_, self.reached(roots) or ())
-        )
-        reaches_all = not any(meta.requires_grad for meta in unreached)
+        pairs = zip(self.operands, self.reached(roots) or (), strict=False)
+        reaches_all = all(each or not meta.requires_grad for meta, each in pairs)
         return FastPath.of(forward, self.views, reaches_all=reaches_all)
 
     @_once
@@ -332,8 +327,7 @@ class TracedRegion:
         that waits, and is an output too, how it came about.
         """
         self.was_recorded = True
-        if not self.is_open:
-            self._recorded.add(self.function.key)
+        self._recorded.add(self.function.key)
         return self.shows_saved(roots)
 
     @_once
