@@ -218,7 +218,7 @@ def versions_below(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """
     versions = versions_of(all_unwrapped(tensors))
     stack: Any = functorch.get_interpreter_stack() or ()
-    if len(stack) < 2 or _Kind.Functionalize not in [each.key() for each in stack]:
+    if _Kind.Functionalize not in [each.key() for each in stack]:
         return versions
     found: list[int] = []
     for tensor, version in zip(tensors, versions, strict=True):
