@@ -8,6 +8,7 @@ whose rules it stands.
 - `state`: what a run finds outside the function (generators, numbers of tensors), so that
   each run starts from the same.
 - `constants`: tensors that are read and not differentiated, and must not have changed.
+- `written`: what a torch function writes to, as far as its name tells.
 - `dependence`: which leaves the outputs depend on, by autograd's nodes, and what only its
   graph holds.
 - `fully_shard`: regions around modules of FSDP.

@@ -46,6 +46,7 @@ from remat._rerun.state import (
     RunState,
     writing_once,
 )
+from remat._rerun.written import written_tensors
 from remat._switches.numerics import Numerics
 from remat._torch import (
     autocast,
@@ -62,13 +63,11 @@ from remat._torch.tensors import (
     ASK_FOR_HISTORY,
     GET_GRAD,
     RESHAPES,
-    SET_DATA,
     SET_FOR_AUTOGRAD,
     as_class,
     class_of,
     copy_attributes,
     has_slots,
-    is_own_data,
     storage_key,
 )
 from remat._tracing import engines
@@ -515,7 +514,7 @@ class _Substituted(TorchFunctionMode):
             if isinstance(each, torch.Generator):
                 self._state.note_generator(each)
         if self._state.before is None:
-            for target in _written_tensors(func, args, kwargs):
+            for target in written_tensors(func, args, kwargs):
                 with modes.unseen_by_traces():
                     self._constants.before_write(target, self._state)
         with out_keeps_its_shape(kwargs, self._is_from_outside):
@@ -574,36 +573,3 @@ class _Substituted(TorchFunctionMode):
         if found is not tensor:
             self._lifted[id(tensor)] = levels.unwrapped(found)
         return found
-
-
-def _written_tensors(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
-    """The tensors that a torch function of the run writes to, as far as its name tells."""
-    name = str(getattr(func, "__name__", "")).split(".")[0]
-    found = trees.tensor_leaves(kwargs.get("out"))
-    is_own = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
-    is_set = func == SET_DATA and not is_own_data(*args)
-    is_written = is_own or name in _ASSIGNING or is_set
-    if is_written or kwargs.get("inplace"):
-        found += trees.tensor_leaves(args[:1])
-    if name in _TRACKING:
-        running = (kwargs.get("running_mean"), kwargs.get("running_var"))
-        # torch's own functions take weight and bias first, those of `F` last.
-        first = 3 if func in _WEIGHTS_FIRST else 1
-        found += trees.tensor_leaves((args[first : first + 2], running))
-    return found
-
-
-_ASSIGNING = frozenset(
-    f"__{name}__"
-    for name in (
-        *("iadd", "isub", "imul", "imatmul", "itruediv", "idiv", "ifloordiv", "imod"),
-        *("ipow", "ilshift", "irshift", "iand", "ior", "ixor", "setitem"),
-    )
-)
-# Their names end like those of writers, but they change no numbers.
-_HARMLESS = frozenset({"detach_", "rename_", "requires_grad_", "share_memory_"})
-# They write to statistics without telling: no version changes.
-_TRACKING = frozenset({"batch_norm", "instance_norm"})
-_WEIGHTS_FIRST = frozenset({torch.batch_norm, torch.instance_norm})
